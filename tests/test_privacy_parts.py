@@ -18,8 +18,8 @@ from conftest import refusal
 from private_support import entropy_of, secrets_of
 from waffle_fl.privacy import contributors, exact_product, ring, shamir
 from waffle_fl.privacy.keys import check_introduction, introduce, pair_secrets, public_bytes
-from waffle_fl.privacy.masks import derive, open_seeds, pair_mask, seal_seeds
-from waffle_fl.privacy.sketch import compress, rotate
+from waffle_fl.privacy.masks import derive, open_seeds, pair_mask, seal_seeds, stream
+from waffle_fl.privacy.sketch import compress, distance, words_of
 
 
 def test_words_keep_numbers_to_a_step() -> None:
@@ -67,22 +67,53 @@ def test_thresholds() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
-def test_a_rotation_keeps_inner_products(length: int) -> None:
-    """A rotation is unitary: it keeps lengths and differences, and depends on the key."""
+def test_the_server_reads_distances_from_two_masked_sketches(length: int) -> None:
+    """The distance is exact to a step, whatever the masks; words of another pair give another one."""
     a, b = np.random.default_rng(0).normal(size=(2, length))
+    keys = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
+    found = {distance(words_of(a, 1.0, key, False), words_of(b, 1.0, key, True), 1.0) for key in keys}
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(np.linalg.norm(a - b), abs=length**0.5 * 2.0**-15)
+    other = distance(words_of(a, 1.0, keys[0], False), words_of(b, 1.0, keys[1], True), 1.0)
+    assert other != pytest.approx(np.linalg.norm(a - b), abs=0.1)
+    assert distance(words_of(a, 1.0, keys[0], False), words_of(a, 1.0, keys[0], True), 1.0) == 0
+
+
+def test_masked_sketches_follow_from_the_distance_alone() -> None:
+    """For given masks, two pairs of vectors with one distance are each the other's pair under other masks.
+
+    The masks x + a - x', y + b - y' and a p that keeps the third message are as probable as a, b and p, so the four
+    messages of both pairs have one distribution.
+    """
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-1000, 1000, (2, 5)).astype(np.int64)
+    other_x = x[::-1].copy()
+    other_y = other_x - (x - y)[::-1]  # of the same distance
+    a, b, p = rng.integers(0, 1 << 48, 5), rng.integers(0, 1 << 48, 5), rng.integers(0, 1 << 48)
+
+    def sent(x: np.ndarray, y: np.ndarray, a: np.ndarray, b: np.ndarray, p: int) -> list[int]:
+        own = [*(x + a).tolist(), int(x @ x) + 2 * dot(x + a, b) + p]
+        hers = [*(y + b).tolist(), int(y @ y) + 2 * dot(a, y) - p]
+        return [word % (1 << 48) for word in own + hers]
+
+    def dot(a: np.ndarray, b: np.ndarray) -> int:
+        return sum(i * j for i, j in zip(a.tolist(), b.tolist(), strict=True))
+
+    messages, masks = sent(x, y, a, b, int(p)), (x + a - other_x, y + b - other_y)
+    without = sent(other_x, other_y, *masks, 0)
+    assert sent(other_x, other_y, *masks, messages[5] - without[5]) == messages
     key = bytes(32)
-    assert np.linalg.norm(rotate(a, key) - rotate(b, key)) == pytest.approx(np.linalg.norm(a - b), rel=1e-7)
-    if length > 2:
-        assert not np.allclose(rotate(a, key), rotate(a, hashlib.sha256(key).digest()))
+    stored = ring.wrap(stream(key, 2 * 11).view(np.uint64)).astype(np.int64)
+    expected = sent(x, y, stored[:5], stored[5:10], int(stored[10]))
+    words = [words_of(v * 2.0**-15, 1.0, key, hers).tolist() for v, hers in ((x, False), (y, True))]
+    assert words[0] + words[1] == expected
 
 
-@pytest.mark.parametrize("vector", [np.eye(6)[0], np.eye(6)[5], np.ones(6) / 6**0.5])
-def test_a_rotated_vector_is_uniform_on_the_sphere(vector: np.ndarray) -> None:
-    """Whatever the vector, its image has the moments of a uniformly distributed vector of the same length."""
-    images = np.array([rotate(vector, hashlib.sha256(bytes([i % 256, i // 256])).digest()) for i in range(6000)])
-    np.testing.assert_allclose(images.mean(axis=0), 0, atol=0.025)
-    np.testing.assert_allclose(images.T @ images / len(images), np.eye(6) / 6, atol=0.015)
-    np.testing.assert_allclose((images**4).mean(axis=0), 3 / 48, atol=0.006)  # E x^4 = 3 / (d (d + 2))
+def test_words_of_six_bytes() -> None:
+    """Words modulo 2^48 travel as six bytes."""
+    words = np.array([0, 1, (1 << 48) - 1, 123456789012], dtype=np.uint64)
+    assert len(ring.packed(words)) == 24
+    assert ring.unpacked(ring.packed(words)).tolist() == words.tolist()
 
 
 @pytest.mark.parametrize("size", [256, 1024])

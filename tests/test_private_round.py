@@ -21,6 +21,7 @@ from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.masks import derive, pair_mask, self_mask, stream
 from waffle_fl.privacy.messages import Announcement, MaskedSums, RevealRequest, RoundId, transcript_of
 from waffle_fl.privacy.sketch import compress
+from waffle_fl.privacy.sketch import words_of as words_of_sketch
 
 AGENTS, ALICE, LENGTH = 10, 0, 50
 WEIGHTS = {0: 0.4, 1: 0.2, 2: 0.1, 4: 0.1, 5: 0.05, 6: 0.05, 8: 0.1}  # agents 3, 7, 9 have no weight
@@ -71,11 +72,11 @@ def test_the_server_receives_uniform_bytes(row: np.ndarray) -> None:
     one = PrivateRound(AGENTS)
     one.open(2000)
     one.contribute(np.tile(row, (AGENTS, 1)), dict.fromkeys(range(AGENTS), 0.1))
-    sketches = [side.sketch(ALICE, row, 1.0, 2000) for side in one.sides[1:]]
-    sketches += [one.sides[ALICE].sketch(j, row, 1.0, 2000) for j in range(1, AGENTS)]
+    sketches = [side.sketch(ALICE, row, 1.0, ALICE) for side in one.sides[1:]]
+    sketches += [one.sides[ALICE].sketch(j, row, 1.0, ALICE) for j in range(1, AGENTS)]
     assert_uniform(received_bytes(one))
-    for message in (*one.masked, *sketches):
-        assert_uniform(message.words.tobytes())
+    for content in (*(m.words.tobytes() for m in one.masked), *(s.content for s in sketches)):
+        assert_uniform(content)
 
 
 def test_the_same_update_twice_gives_unrelated_messages() -> None:
@@ -85,25 +86,27 @@ def test_the_same_update_twice_gives_unrelated_messages() -> None:
         one = PrivateRound(AGENTS, at)
         one.open(4000)
         one.contribute(np.tile(row, (AGENTS, 1)), dict.fromkeys(range(AGENTS), 0.1))
-        found.append((one.masked[1].words, one.sides[1].sketch(ALICE, row, 1.0, 4000).words))
+        found.append((one.masked[1].words, ring.unpacked(one.sides[1].sketch(ALICE, row, 1.0, ALICE).content)))
     for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert_uniform((a - b).tobytes())
+        assert_uniform((found[0][0] - other[0]).tobytes())
+        assert_uniform(ring.packed(found[0][1] - other[1]))
 
 
 def test_distances_are_all_that_sketches_tell() -> None:
-    """The server reads the distances, exactly for short updates; the difference itself is rotated at random."""
-    rows = rows_of(AGENTS, LENGTH)
-    for size, error in ((LENGTH, 1e-5), (40, 0.5)):
-        one = PrivateRound(AGENTS)
-        hub = one.open(LENGTH)
-        sketches = [side.sketch(ALICE, rows[side.agent], 1.0, size) for side in one.sides[1:]]
-        sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, size) for j in range(1, AGENTS)]
+    """The server reads the distances, exactly for short updates; the difference of two messages is uniform."""
+    rows, key = rows_of(AGENTS, 4000), bytes(32)
+    for size, error in ((4000, 1e-3), (40, 0.5)):
+        one, short = PrivateRound(AGENTS), [compress(row, size, key) for row in rows]
+        hub = one.open(4000)
+        sketches = [side.sketch(ALICE, short[side.agent], 1.0, ALICE) for side in one.sides[1:]]
+        sketches += [one.sides[ALICE].sketch(j, short[ALICE], 1.0, ALICE) for j in range(1, AGENTS)]
         found = hub.distances(sketches, ALICE, 1.0)
         true = np.linalg.norm(rows - rows[ALICE], axis=1)
         assert [found[j] for j in range(1, AGENTS)] == pytest.approx(true[1:].tolist(), rel=error)
-        difference = ring.decode(sketches[0].words - sketches[AGENTS - 1].words, 1.0, ring.SKETCH_BITS)
-        assert abs(np.corrcoef(difference[:40], (rows[1] - rows[ALICE])[:40])[0, 1]) < 0.5
+        if size == 4000:
+            assert_uniform(
+                ring.packed(ring.unpacked(sketches[0].content) - ring.unpacked(sketches[AGENTS - 1].content))
+            )
 
 
 def test_exact_distances_need_both_words() -> None:
@@ -126,12 +129,21 @@ def test_exact_distances_need_both_words() -> None:
     assert "once" in refusal(one.sides[2].deal, 1, ALICE, 3000)
 
 
+def test_two_agents_that_both_act_as_alice_use_other_masks() -> None:
+    """A server that names each of two agents Alice towards itself cannot subtract their updates."""
+    one, row = PrivateRound(AGENTS), rows_of(1, 4000)[0]
+    one.open(4000)
+    sent = [ring.unpacked(one.sides[i].sketch(j, row, 1.0, i).content) for i, j in ((1, 2), (2, 1))]
+    assert_uniform(ring.packed(sent[0] - sent[1]))
+    assert "refuse the round" in refusal(one.sides[1].sketch, 3, row, 1.0, ALICE)
+
+
 def test_a_missing_sketch_is_a_missing_agent() -> None:
     """An agent whose sketch, or Alice's sketch for it, has not arrived has no distance."""
     one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
     hub = one.open(LENGTH)
-    sketches = [one.sides[j].sketch(ALICE, rows[j], 1.0, 64) for j in (1, 2)]
-    sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, 64) for j in (2, 3)]
+    sketches = [one.sides[j].sketch(ALICE, rows[j], 1.0, ALICE) for j in (1, 2)]
+    sketches += [one.sides[ALICE].sketch(j, rows[ALICE], 1.0, ALICE) for j in (2, 3)]
     assert set(hub.distances(sketches, ALICE, 1.0)) == {2}
 
 
@@ -161,27 +173,29 @@ def test_a_server_with_one_site_reads_the_sum_of_the_others_alone() -> None:
     np.testing.assert_allclose(total - expected, 0.1 * rows[4], atol=2.0**-24)
 
 
-def test_a_server_with_alice_reads_a_count_sketch_alone() -> None:
-    """With Alice's secrets the server reads k sums of each update: two updates with equal sums give one message."""
+@pytest.mark.parametrize("hers", [False, True])
+def test_a_server_with_one_of_a_pair_reads_the_other_s_count_sketch_alone(hers: bool) -> None:
+    """With a pair's secrets the server reads k sums of the other update: two updates with equal sums give one message.
+
+    So it learns those sums of every update together with Alice, and of Alice's together with any other agent.
+    """
     size, count = 64, 500
     key = derive(RoundId("test", 1).context, "count sketch")
     map_of = np.stack([compress(unit, size, key) for unit in np.eye(count)])  # (count, size)
     row = rows_of(1, count)[0]
     hidden = np.linalg.svd(map_of.T)[2][size + 1]  # a direction that the sums do not see
     assert np.abs(hidden @ map_of).max() < 1e-12
+    me, other = (ALICE, 1) if hers else (1, ALICE)
     sent = []
     for update in (row, row + hidden):
         one = PrivateRound(AGENTS)
         one.open(count)
-        sent.append(one.sides[1].sketch(ALICE, update, 1.0, size).words)
-        hers = one.sides[ALICE].sketch(1, np.zeros(count), 1.0, size)
-    pad = stream(
-        derive(derive(secrets_of("test", AGENTS)[ALICE][1], "sketch weights", one.sides[1]._transcript), "pad"), size
-    )
-    np.testing.assert_array_equal(hers.words, pad)  # Alice can remove it
-    assert np.abs(ring.decode(sent[0] - sent[1], 1.0, ring.SKETCH_BITS)).max() <= 2.0**-17
-    read = ring.decode(sent[0] - pad, 1.0, ring.SKETCH_BITS)
-    assert np.linalg.norm(read) == pytest.approx(np.linalg.norm(row @ map_of), rel=1e-5)
+        sent.append(ring.unpacked(one.sides[me].sketch(other, compress(update, size, key), 1.0, ALICE).content))
+    secret = derive(secrets_of("test", AGENTS)[other][me], f"sketch weights for {ALICE}", one.sides[me]._transcript)
+    masks = words_of_sketch(np.zeros(size), 1.0, secret, hers)  # both of a pair can remove them
+    read = [((words - masks)[:-1] << np.uint64(16)).view(np.int64) / 2.0**31 for words in sent]
+    assert np.abs(read[0] - read[1]).max() <= 2.0**-14
+    np.testing.assert_allclose(read[0], row @ map_of, atol=2.0**-15)
 
 
 def test_a_false_sum_is_recognised() -> None:
@@ -257,15 +271,17 @@ def test_an_agent_refuses_what_would_expose_a_sum() -> None:
     one = opened()
     announced = one.contribute(rows, WEIGHTS)
     assert "missing agents" in refusal(one.sides[3].reveal, RevealRequest((1, 2, 8), (0, 4, 5, 6)), announced)
-    few = PrivateRound(AGENTS, floors={3: 3.5})
+    few = PrivateRound(AGENTS, floors={1: 3.5, 3: 9.0})
     few.open(LENGTH)
     announced = few.contribute(rows, WEIGHTS)
-    assert "effective" in refusal(few.sides[3].reveal, RevealRequest((0, 1, 5, 6), (2, 4, 8)), announced)
+    some = RevealRequest((0, 1, 5, 6), (2, 4, 8))
+    assert "effective" in refusal(few.sides[1].reveal, some, announced)
+    assert few.sides[3].reveal(some, announced).self_shares.keys() == {0, 1, 5, 6}  # it has no part in the sum
     assert "4.00" not in refusal(opened({5: 5.0}).contribute, rows, WEIGHTS)
     assert "has no weight" in refusal(one.sides[3].contribute, announced, {"dy": Numbered(rows[3], 1.0)})
     large = opened()
     assert "lower lr" in refusal(large.contribute, 200 * np.ones((AGENTS, LENGTH)), WEIGHTS)
-    assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, 64)
+    assert "lower lr" in refusal(large.sides[1].sketch, ALICE, 300 * np.ones(LENGTH), 1.0, ALICE)
     assert "lower lr" in refusal(large.sides[1].mask_vector, ALICE, np.full(LENGTH, np.nan), 1.0, 2, False)
 
 
@@ -284,7 +300,7 @@ def test_impossible_weights_are_refused(weights: dict[int, float]) -> None:
 def test_steps_have_an_order() -> None:
     """Nothing that depends on an update is sent before the shares have arrived."""
     side = PrivateRound(AGENTS).sides[1]
-    assert "first" in refusal(side.sketch, ALICE, np.zeros(LENGTH), 1.0, 64)
+    assert "first" in refusal(side.sketch, ALICE, np.zeros(LENGTH), 1.0, ALICE)
     assert "first" in refusal(side.mask_vector, ALICE, np.zeros(LENGTH), 1.0, 2, False)
     assert "first" in refusal(side.contribute, Announcement({"dy": WEIGHTS}), {})
 
@@ -297,8 +313,8 @@ def test_each_step_is_taken_once() -> None:
     again = one.server.announce({"dy": {0: 0.5, 1: 0.5}})
     assert "once" in refusal(one.sides[1].contribute, again, {"dy": Numbered(rows[1], 1.0)})
     assert "once" in refusal(one.sides[1].open)
-    one.sides[1].sketch(ALICE, rows[1], 1.0, 64)
-    assert "once" in refusal(one.sides[1].sketch, ALICE, rows[2], 1.0, 64)
+    one.sides[1].sketch(ALICE, rows[1], 1.0, ALICE)
+    assert "once" in refusal(one.sides[1].sketch, ALICE, rows[2], 1.0, ALICE)
 
 
 def test_a_delivery_without_the_own_salt_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_a_site_whose_budget_is_spent_drops_out(tmp_path: Path) -> None:
     _, rounds, result = bits(tmp_path / "run")
     assert result["status"] == "finished"
     assert ["agent 1" in line.get("screened", {}) for line in rounds] == [False, False, True, True]
-    assert "the privacy budget of this site is spent" in rounds[-1]["refused"][0][1]
+    assert "the privacy budget of this site is spent" in rounds[2]["refused"][0][1]
     assert len(releases(folder, "b")) == 2
     assert len(releases(folder, "c")) == 4
     run_job(folder, config(1, seed=2), tmp_path / "next")  # another run has no budget either

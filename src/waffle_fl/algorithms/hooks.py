@@ -151,7 +151,8 @@ class AggregatesSums(Protocol):
 
     `compared_rows` and `summed_rows` are row-local and run at the agents; `agents` is their state before the round.
     The parts of a sum are named: `dy` for updates, `stats` for normalisation statistics. A class that needs the length
-    of Alice's update sets `reads_length = True`.
+    of Alice's update sets `reads_length = True`. Sums are divided by the weight of the agents that did not drop out,
+    except the parts that are named in `sums_of_changes`.
     """
 
     def needs_updates(self) -> str:

@@ -142,6 +142,8 @@ class Scaffold:
         order=20,
     )
 
+    sums_of_changes: ClassVar[tuple[str, ...]] = ("dc",)  # an agent that drops out keeps its c_i
+
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(2.0, at_least(0), search=CLIP)
     """Largest norm of a corrected gradient; 0 turns clipping off."""

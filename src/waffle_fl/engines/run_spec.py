@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 from waffle_fl.algorithms import Algorithm, Net, for_model
 from waffle_fl.batches import Remainder
 from waffle_fl.constraints import above, at_least, check_fields, each_above, fraction, parameter, share
+from waffle_fl.engines.row_store import RowStore, fresh, initial_rows
 from waffle_fl.errors import Diverged, WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.guard import Guard
@@ -104,6 +105,7 @@ class RunSpec:
     attackers: tuple[int, ...] = ()  # agents whose summed weight is recorded
     requested: frozenset[int] | None = None  # the agents whose own models are needed; None: all
     everyone: bool = False  # score each agent's model on its own held-out data, not only Alice's
+    store: RowStore | None = None  # where the agents' states are kept; None: in memory
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "aggregate"):
@@ -129,7 +131,7 @@ class Measured(TypedDict, total=False):
     validation_rmse: float | None
     validation_loss: float | None
     backdoor: float  # share of stamped samples that are classified as the backdoor attack intends
-    weights: list[float]  # each agent's weight in Alice's model
+    weights: list[float]  # each agent's weight in Alice's model; with states on disk, each participant's
     alpha: list[float]  # WAFFLE: this round's own weights, before smoothing
     distances: list[float]  # WAFFLE: d_i of Algorithm 1
     omega: float  # WAFFLE: degree of personalisation
@@ -169,6 +171,11 @@ def fitted(spec: RunSpec, model: FlatModel) -> RunSpec:
 
 def own_net(spec: RunSpec, state: State, model: FlatModel) -> Net:
     """Return Alice's model in this state."""
+    if spec.store:
+        algorithm, agents = fitted(spec, model).algorithm, spec.federation.agents
+        _, initial = initial_rows(algorithm, model.init(spec.seed), agents)
+        own = spec.store.read(state.agents, [spec.federation.alice], initial)
+        return Net(*(field[0] for field in algorithm.personal(state.server, own, 1)))
     alice, net = spec.federation.alice, all_nets(spec, state, model)
     return Net(net.params[alice], net.stats[alice])
 
@@ -191,5 +198,8 @@ def on_device(specs: Sequence[RunSpec], model: FlatModel) -> list[RunSpec]:
 
 def initial_state(spec: RunSpec, model: FlatModel) -> State:
     """A2.1: one random model for all agents."""
+    if spec.store:
+        server, _ = initial_rows(fitted(spec, model).algorithm, model.init(spec.seed), spec.federation.agents)
+        return State(server, fresh(spec.federation.agents))
     server, agents = fitted(spec, model).algorithm.init(model.init(spec.seed), spec.federation.agents)
     return State(server, agents)

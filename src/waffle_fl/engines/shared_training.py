@@ -55,7 +55,7 @@ def carriers(specs: Sequence[RunSpec]) -> dict[int, int]:
 
 def _trains_alone(spec: RunSpec) -> bool:
     """Whether the training depends on which agent is Alice, or on changes to the updates in transit."""
-    return bool(getattr(spec.algorithm, "for_alice", False) or spec.tamper or spec.transport)
+    return bool(getattr(spec.algorithm, "for_alice", False) or spec.tamper or spec.transport or spec.store)
 
 
 def _training_inputs(spec: RunSpec) -> tuple[Any, ...]:

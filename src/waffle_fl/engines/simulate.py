@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 from waffle_fl.algorithms import training_key
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.batches import Remainder, batch_sizes
-from waffle_fl.engines import loop, run_workers, shared_training
+from waffle_fl.engines import cohort_rounds, loop, run_workers, shared_training
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.backend import Work, round_of
 from waffle_fl.engines.masked_checks import check_privacy
@@ -96,6 +96,8 @@ def simulate(
         check_agents(spec.algorithm, spec.federation.agents)
         check_privacy(spec, settings)
         check_noise(spec.algorithm, model, spec.federation, settings)
+    if any(spec.store for spec in specs):
+        return _with_stores(specs, model, settings, start, workers, engine)
     if engine == "loop":
         return _loop(on_device(specs, model), model, settings, start)
     groups = shared_training.groups_of(specs) if settings.shares_training else [[i] for i in range(len(specs))]
@@ -128,11 +130,30 @@ def check_model(specs: Sequence[RunSpec], model: FlatModel, batch_size: int, rem
                 )
 
 
+def _with_stores(
+    specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int, workers: int, engine: Engine
+) -> Iterator[list[Outcome]]:
+    """Return the rounds of runs whose states are on disk, one run after another in each round."""
+    if not all(spec.store for spec in specs):
+        raise WaffleError("specs: expected a store in every RunSpec or in none, got both")
+    for spec in specs:
+        cohort_rounds.check_store(spec, settings, model, engine)
+    cores = 1 if model.device.type == "cuda" else workers or os.cpu_count() or 1
+    specs = on_device(specs, model)
+    runs = [cohort_rounds.run(spec, model, settings, cores, start, i) for i, spec in enumerate(specs)]
+    return _together(runs, settings.rounds - start, model.precision)
+
+
 def _loop(specs: Sequence[RunSpec], model: FlatModel, settings: RoundSettings, start: int) -> Iterator[list[Outcome]]:
-    """Yield the rounds of all runs, computed by the readable engine."""
+    """Return the rounds of all runs, computed by the readable engine."""
     runs = [loop.run(spec, model, settings, start, i) for i, spec in enumerate(specs)]
-    for _ in range(start, settings.rounds):
-        with one_thread(), products(model.precision):
+    return _together(runs, settings.rounds - start, model.precision)
+
+
+def _together(runs: Sequence[Iterator[Outcome]], rounds: int, precision: str) -> Iterator[list[Outcome]]:
+    """Yield the rounds of all runs, each computed by itself, until all have ended."""
+    for _ in range(rounds):
+        with one_thread(), products(precision):
             outcomes = [outcome for run in runs if (outcome := next(run, None))]
         if not outcomes:
             return

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy import contributors, exact_product, ring, shamir, sketch
-from waffle_fl.privacy.masks import derive, pair_mask, seal_seeds, self_mask, stream
+from waffle_fl.privacy.masks import derive, pair_mask, seal_seeds, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
     FEWEST,
@@ -101,15 +101,15 @@ class MaskingAgent:
             except InvalidTag:
                 continue
 
-    def sketch(self, partner: int, numbers: Numbers, unit: float, size: int, purpose: str = "weights") -> MaskedSketch:
-        """Return the sketch of an update for one partner: Alice's for each other agent, the others' for Alice."""
+    def sketch(self, partner: int, numbers: Numbers, unit: float, alice: int, purpose: str = "weights") -> MaskedSketch:
+        """Return the masked sketch of an update for one partner. Two agents that both act as Alice use other masks."""
         self._take(f"sketch {purpose} for {partner}")
         _check_length(numbers, unit)
-        secret = derive(self._pairs[partner], f"sketch {purpose}", self._transcript)
-        shorter = sketch.compress(numbers, size, derive(self.at.context, "count sketch"))
-        rotated = sketch.rotate(shorter, derive(secret, "rotation"))
-        words = ring.encode(rotated, unit, ring.SKETCH_BITS)
-        return MaskedSketch(self.agent, partner, words + stream(derive(secret, "pad"), len(words)))
+        if alice not in (self.agent, partner):
+            raise WaffleError("expected Alice among the two compared agents: refuse the round")
+        secret = derive(self._pairs[partner], f"sketch {purpose} for {alice}", self._transcript)
+        words = sketch.words_of(numbers, unit, secret, hers=self.agent == alice)
+        return MaskedSketch(self.agent, partner, ring.packed(words))
 
     def deal(self, agent: int, alice: int, count: int) -> DealerWord:
         """Return what this agent sends as the dealer of a pair; it does not depend on any update."""
@@ -178,6 +178,7 @@ class MaskingAgent:
         if len(request.missing) > most:
             raise WaffleError(f"expected at most {most} missing agents, got {len(request.missing)}: refuse the round")
         self._check_floor(announced, request.arrived)
+        self._announced = announced
         size = shamir.SHARE_BYTES
         return Revealed(
             self.agent,
@@ -200,11 +201,12 @@ class MaskingAgent:
 
     def _check_floor(self, announced: Announcement, arrived: Sequence[int]) -> None:
         """Refuse a sum in which this agent could be recognised. Also a server that lies is held to the floor."""
+        floor = self.floor if self.agent in announced.contributors else 1.0
         for table in announced.weights.values():
             number = contributors.effective([table.get(i, 0.0) for i in arrived])
-            if len(arrived) < 2 or number < self.floor:
+            if len(arrived) < 2 or number < floor:
                 raise WaffleError(
-                    f"expected at least {max(self.floor, 2):g} effective contributors, got {number:.2f}: this agent "
+                    f"expected at least {max(floor, 2):g} effective contributors, got {number:.2f}: this agent "
                     "takes no part in the round"
                 )
 
@@ -233,6 +235,6 @@ class MaskingAgent:
 
 def _check_length(numbers: Numbers, unit: float) -> None:
     """Raise if a distance of this vector could not be read."""
-    limit = ring.LONGEST * unit
-    if not np.linalg.norm(numbers) <= limit:
+    if not sketch.fits(numbers, unit):
+        limit = ring.LONGEST * unit
         raise WaffleError(f"expected an update of a length up to {limit:g}, got a longer one: lower lr, or set clip")

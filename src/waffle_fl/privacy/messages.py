@@ -6,6 +6,8 @@
     4  MaskedSums    agent -> server   its weighted numbers, masked
     5  RevealRequest server -> agents  whose sums arrived; each agent sends shares: Revealed
 
+`phases` combines them into one request and one reply per agent and phase.
+
 FedAvg and SCAFFOLD need no distances, so they have no step 2. Exact distances have three messages instead: DealerWord
 dealer -> agent, MaskedVector agent <-> Alice, ProductWord agent -> server.
 """
@@ -64,15 +66,15 @@ class Delivery:
 
 @dataclass(frozen=True)
 class MaskedSketch:
-    """The sketch of an agent's update for one partner, under a pad that the two share. Alice has one per partner."""
+    """The sketch of an agent's update for one partner, under masks that the two share. Alice has one per partner."""
 
     agent: int
     partner: int
-    words: Words
+    content: bytes  # `ring.packed` words; the last one holds the products
 
     @property
     def size(self) -> int:
-        return self.words.nbytes
+        return len(self.content)
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,10 @@ class Revealed:
     @property
     def size(self) -> int:
         return sum(len(share) for table in (self.self_shares, self.key_shares) for share in table.values())
+
+    @property
+    def senders(self) -> set[int]:
+        return {self.holder}
 
 
 def transcript_of(at: RoundId, salts: Mapping[int, bytes]) -> bytes:

@@ -1,10 +1,10 @@
-"""Numbers as words of the ring of integers modulo 2^32: masks that are added to words cancel exactly.
+"""Numbers as words of a ring of integers: masks that are added to words cancel exactly.
 
 A word counts steps of a power of two. The steps are relative to a unit, the size of usual numbers, which is a power of
 two that all agents know:
 
-    sums       2^-24 of a unit, so that a sum holds numbers below 128 units
-    sketches   2^-18 of a unit, for vectors no longer than 2,000 units
+    sums       modulo 2^32, 2^-24 of a unit, so that a sum holds numbers below 128 units
+    sketches   modulo 2^48, 2^-15 of a unit, for vectors no longer than 250 units
 
 Rounding is stochastic, so a sum is unbiased: with N agents its error per number has a standard deviation of at most
 sqrt(N) / 2 steps. For ten agents and LeNet-5 (61,706 numbers, unit 1) the error of the whole sum has the length 2.3e-5,
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Words: TypeAlias = NDArray[np.uint32]
-LongWords: TypeAlias = NDArray[np.uint64]  # of the ring modulo 2^64: `exact_product`
+LongWords: TypeAlias = NDArray[np.uint64]  # of the rings modulo 2^48 (`sketch`) and 2^64 (`exact_product`)
 Numbers: TypeAlias = NDArray[np.float64]
 
-SUM_BITS, SKETCH_BITS = 24, 18  # binary digits after the point, in units
-LONGEST = 2000.0  # units: longest vector that is compared; all numbers of a difference are then below 2^13 units
-WORD_BITS = 32
+SUM_BITS = 24  # binary digits after the point, in units
+LONGEST = 250.0  # units: longest vector that is compared
+WORD_BITS, SKETCH_BYTES = 32, 6
 
 
 def unit_for(size: float) -> float:
@@ -52,3 +52,20 @@ def encode(numbers: Numbers, unit: float, bits: int, draws: Numbers | float = 0.
 def decode(words: Words, unit: float, bits: int) -> Numbers:
     """Return the numbers of words, of which the upper half are negative."""
     return words.view(np.int32).astype(np.float64) * (unit * 2.0**-bits)
+
+
+def wrap(words: LongWords) -> LongWords:
+    """Return words modulo 2^48."""
+    return words & np.uint64((1 << 8 * SKETCH_BYTES) - 1)
+
+
+def packed(words: LongWords) -> bytes:
+    """Return words modulo 2^48 as six bytes each."""
+    return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :SKETCH_BYTES].tobytes()
+
+
+def unpacked(content: bytes) -> LongWords:
+    """Return the words of `packed`."""
+    filled = np.zeros((len(content) // SKETCH_BYTES, 8), dtype=np.uint8)
+    filled[:, :SKETCH_BYTES] = np.frombuffer(content, dtype=np.uint8).reshape(-1, SKETCH_BYTES)
+    return filled.reshape(-1).view("<u8").astype(np.uint64)

@@ -1,4 +1,4 @@
-"""The server's side of a private round: it relays shares, subtracts sketches and adds masked sums.
+"""The server's side of a private round: it relays shares, multiplies sketches and adds masked sums.
 
 It learns one distance per pair of an agent with Alice, and one weighted sum per part. Its messages hold no keys, and
 this module imports none of the agents' key pairs.
@@ -13,7 +13,7 @@ import numpy as np
 from cryptography.exceptions import InvalidTag
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy import exact_product, ring, shamir
+from waffle_fl.privacy import exact_product, ring, shamir, sketch
 from waffle_fl.privacy.masks import open_seeds, pair_mask, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
@@ -56,13 +56,12 @@ class MaskingServer:
 
     def distances(self, sketches: Iterable[MaskedSketch], alice: int, unit: float) -> dict[int, float]:
         """Return the distance of each agent's update from Alice's, for the agents whose two sketches have arrived."""
-        sent = {(sketch.agent, sketch.partner): sketch.words for sketch in sketches}
+        sent = {(one.agent, one.partner): one.content for one in sketches}
         found = {}
         for agent, partner in sent:
-            hers = sent.get((alice, agent))
-            if partner == alice and hers is not None and len(hers) == len(sent[agent, alice]):
-                difference = ring.decode(sent[agent, alice] - hers, unit, ring.SKETCH_BITS)
-                found[agent] = float(np.linalg.norm(difference))
+            own, hers = sent[agent, partner], sent.get((alice, agent), b"")
+            if partner == alice and len(own) == len(hers):
+                found[agent] = sketch.distance(ring.unpacked(own), ring.unpacked(hers), unit)
         return found
 
     def exact_distances(self, words: Iterable[ProductWord], alice: int, unit: float) -> dict[int, float]:

@@ -1,35 +1,28 @@
 """Secret sketches: few numbers per agent from which the server computes the distance of two updates, and nothing else.
 
-Two steps reduce a vector of d numbers to k:
+Two steps lead from a vector of d numbers to words that only the pair of them can be read from:
 
     compress   a count sketch that all agents and the server know: every number is added to one of k sums with a random
                sign. The squared length is kept on average, with a relative variance of 2 / k. Not needed if d <= k.
-    rotate     by a unitary matrix that only the two compared agents know, drawn uniformly (Haar)
+    mask       by random words a, b and p that only the two compared agents know
 
-A uniform rotation moves a vector to a uniformly distributed vector of the same length. So the rotated difference of two
-updates has one property that the server can know: its length. A dense Gaussian matrix has the same law and the same
-error, but needs k d secret numbers per pair of agents and round. The rotation needs k^2 / 4: 60 times fewer for LeNet-5
-and k = 4,096. Where d <= k the distance is exact.
+    agent  x   sends x + a and |x|^2 + 2 <x + a, b> + p
+    Alice  y   sends y + b and |y|^2 + 2 <a, y> - p
 
-The matrix is never built: it is a product of reflections (Stewart 1980, in its complex form), and the vector is read
-as k / 2 complex numbers.
+All numbers are integers modulo 2^48. The sum of the two products, minus 2 <x + a, y + b>, is |x - y|^2: the server
+computes it exactly. Whatever x and y are, three of the four messages are independent and uniform, and the fourth
+follows from them and the distance. So the server learns the distance and nothing else (private simultaneous messages:
+Feige, Kilian and Naor 1994).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, TypeAlias
-
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from waffle_fl.privacy.masks import blocks, stream
-from waffle_fl.privacy.ring import Numbers
+from waffle_fl.privacy.masks import stream
+from waffle_fl.privacy.ring import LONGEST, LongWords, Numbers, wrap
 
-Complex: TypeAlias = NDArray[Any]
-
-BLOCK = 1 << 14  # complex numbers that are drawn at once, so that they stay in the CPU's cache
+BITS = 15  # binary digits after the point, in units: squared distances up to 4 LONGEST^2 are below 2^48 steps
 
 
 def compress(vector: Numbers, size: int, public_key: bytes) -> Numbers:
@@ -42,45 +35,28 @@ def compress(vector: Numbers, size: int, public_key: bytes) -> Numbers:
     return np.bincount(places, weights=signs * vector, minlength=size).astype(np.float64)
 
 
-def rotate(vector: Numbers, secret_key: bytes) -> Numbers:
-    """Return the vector rotated by a uniformly distributed unitary matrix; one of odd length gets a zero at the end."""
-    padded = np.concatenate([vector, np.zeros(len(vector) % 2)])
-    rotated = padded.view(np.complex128).copy()
-    n = len(rotated)
-    normals, starts, phases, ends, scales = _reflections(secret_key, n)
-    for j in range(n):  # a reflection of the last j + 1 numbers, in place
-        part, normal = rotated[n - 1 - j :], normals[starts[j] : starts[j] + j + 1].astype(np.complex128)
-        normal[0] += ends[j]
-        part[0] *= phases[j]
-        normal *= np.vdot(normal, part) * scales[j]
-        part -= normal
-    return rotated.view(np.float64)
+def fits(vector: Numbers, unit: float) -> bool:
+    """Return whether a distance of this vector could be read."""
+    return bool(np.linalg.norm(vector) <= LONGEST * unit)
 
 
-@lru_cache(maxsize=1)  # Alice and her partner use the same in turn, where one process simulates both
-def _reflections(key: bytes, n: int) -> tuple[Complex, ...]:
-    """Return vectors of 1 to n complex normal numbers, and what turns each into a reflection.
-
-    With theta the phase of x_1, a turn of the first coordinate by theta and then the reflection at
-    x + e^(i theta) |x| e_1 map e_1 to -x / |x| and the complement of e_1 to the complement of x.
-    """
-    starts = np.arange(n) * (np.arange(n) + 1) // 2
-    normals = _normal(key, n * (n + 1) // 2)
-    squares = np.add.reduceat(normals.real**2 + normals.imag**2, starts).astype(np.float64)
-    first = normals[starts].astype(np.complex128)
-    sizes, lengths = np.abs(first), np.sqrt(squares)
-    phases = np.where(sizes > 0, first, 1) / np.where(sizes > 0, sizes, 1)
-    return normals, starts, phases, phases * lengths, 1 / (squares + lengths * sizes)
+def words_of(vector: Numbers, unit: float, secret: bytes, hers: bool) -> LongWords:
+    """Return what an agent sends, or Alice for that agent (`hers`): a word per number, and the masked products."""
+    x = np.rint(vector * (2.0**BITS / unit)).astype(np.int64).view(np.uint64)
+    masks = stream(secret, 2 * (2 * len(x) + 1)).view(np.uint64)
+    a, b, p = masks[: len(x)], masks[len(x) : -1], masks[-1:]
+    if hers:
+        return wrap(np.concatenate([x + b, _dot(x, x) + np.uint64(2) * _dot(a, x) - p]))
+    return wrap(np.concatenate([x + a, _dot(x, x) + np.uint64(2) * _dot(x + a, b) + p]))
 
 
-def _normal(key: bytes, count: int) -> Complex:
-    """Return complex normal numbers in single precision. The matrix is unitary to 1e-8, whatever these numbers are."""
-    numbers = torch.empty(count, 2)
-    parts: tuple[torch.Tensor, ...] = torch.split(numbers, BLOCK)
-    for part, block in zip(parts, blocks(key, (2 * len(part) for part in parts)), strict=True):
-        words = torch.from_numpy(block.view(np.int32)).view(2, -1).float()
-        radius = words[0].mul_(2.0**-32).add_(0.5 + 2.0**-25).clamp_(2.0**-33, 1.0).log_().neg_().sqrt_()
-        angle = words[1].mul_(np.pi * 2.0**-31)
-        torch.mul(torch.cos(angle), radius, out=part[:, 0])
-        torch.mul(torch.sin(angle), radius, out=part[:, 1])
-    return torch.view_as_complex(numbers).numpy()
+def distance(own: LongWords, hers: LongWords, unit: float) -> float:
+    """Return the distance from what an agent and Alice have sent."""
+    squared = wrap(own[-1:] + hers[-1:] - np.uint64(2) * _dot(own[:-1], hers[:-1]))
+    return float(int(squared[0]) ** 0.5 * unit * 2.0**-BITS)
+
+
+def _dot(a: LongWords, b: LongWords) -> LongWords:
+    """Return the inner product modulo 2^64 as an array of one word, for which numpy wraps without a warning."""
+    total: LongWords = np.multiply(a, b).sum(dtype=np.uint64, keepdims=True)
+    return total

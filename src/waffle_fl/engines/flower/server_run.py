@@ -84,7 +84,7 @@ class ServerRun:
     resend: set[int] = field(default_factory=set)  # agents that reported the loss since the last `advance`
     notes: list[tuple[int, str]] = field(default_factory=list)
     stuck: str = ""  # why the run cannot continue, whichever agents reply
-    spent: bool = False  # Alice's privacy budget is spent: the run ends with the latest round
+    spent: set[int] = field(default_factory=set)  # agents without privacy budget; without Alice's, the run ends
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -104,7 +104,7 @@ class ServerRun:
 
     @property
     def training(self) -> bool:
-        return self.latest.round < self.plan.rounds and not self.spent
+        return self.latest.round < self.plan.rounds and self.plan.alice not in self.spent
 
     @property
     def finished(self) -> bool:
@@ -120,7 +120,7 @@ class ServerRun:
     def awaited(self) -> set[int]:
         """The agents whose reply is still needed."""
         able = {i for i in self.cohort if self.plan.samples[i]}
-        training = able - self.collector.rows.keys() if self.training else set()
+        training = able - self.collector.rows.keys() - self.spent if self.training else set()
         unscored = self.pending is not None and self.score is None
         unparted = not self.training and self.final_reply is None
         return training | ({self.plan.alice} if unscored or unparted else set())
@@ -164,7 +164,7 @@ class ServerRun:
                 self.score = dict(fields["score"])
             if fields.get("spent"):
                 self.notes.append((agent, one_line(fields["spent"])))
-                self.spent = self.spent or agent == self.plan.alice
+                self.spent.add(agent)
             elif not self.training and agent == self.plan.alice:
                 self.final_reply = fields.get("metrics"), payload
             elif payload is not None:
