@@ -317,8 +317,8 @@ def test_the_difference_of_gradients_is_the_hessian() -> None:
     _, curvature = torch.autograd.functional.hvp(lambda at: loss(at, third.x[0], third.y[0]), w, d)
     expected = w - LR.lr * (d - 0.5 * curvature)
     errors = []
-    for delta in (1e-1, 1e-2, 1e-3):
-        algorithm = PerFedAvg(LR, inner_lr=0.5, variant="hessian-free", delta=delta)
+    for h in (1e-1, 1e-2, 1e-3):
+        algorithm = PerFedAvg(LR, inner_lr=0.5, variant="hessian-free", difference_step=h)
         state = outcomes_of(RunSpec(algorithm, federation, 3), model, rounds=1)[-1].state
         errors.append(float((state.server.x - expected).norm()))
     assert errors[0] > errors[1] >= errors[2]

@@ -55,7 +55,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fedavg-ft", {"tuning": 9}),
     ("per-fedavg", {}),
     ("per-fedavg", {"inner_lr": 0.3, "clip": 0.4}),
-    ("per-fedavg", {"variant": "hessian-free", "delta": 0.1}),
+    ("per-fedavg", {"variant": "hessian-free", "difference_step": 0.1}),
     ("pfedme", {}),
     ("pfedme", {"lam": 0.7, "inner_steps": 2, "eta": 0.5, "beta": 1.5, "clip": 0.4}),
     ("fedper", {}),

@@ -49,7 +49,7 @@ def per_fedavg(
     clip: float = 0.0,
     inner_lr: float = 0.03,
     variant: str = "first-order",
-    delta: float = 0.001,
+    difference_step: float = 0.001,
     weighting: str = "equal",
 ) -> Trace:
     """Per-FedAvg, Algorithm 1, without the Hessian (FO, section 5) or by differences (HF, Eq. 19 there)."""
@@ -66,8 +66,9 @@ def per_fedavg(
                 d = gradient(net, adapted, left.pop(0))
                 if variant == "hessian-free":
                     batch = left.pop(0)
-                    ahead, behind = gradient(net, w + delta * d, batch), gradient(net, w - delta * d, batch)
-                    d = d - inner_lr * (ahead - behind) / (2 * delta)
+                    offset = difference_step * d
+                    ahead, behind = gradient(net, w + offset, batch), gradient(net, w - offset, batch)
+                    d = d - inner_lr * (ahead - behind) / (2 * difference_step)
                 w, velocity = step(problem, w, velocity, d, clip, zeros)
             problem.keep(i, velocity)
             trained.append(w)

@@ -3,8 +3,8 @@
 One update uses mini-batches D, D' and, in the Hessian-free variant, D'':
 
     adapted = w - inner_lr grad f(w; D);   d = grad f(adapted; D')
-    w      -= lr d                                                                        first order
-    w      -= lr (d - inner_lr (grad f(w + delta d; D'') - grad f(w - delta d; D'')) / 2 delta)    Hessian-free
+    w      -= lr d                                                                     first order
+    w      -= lr (d - inner_lr (grad f(w + h d; D'') - grad f(w - h d; D'')) / 2 h)    Hessian-free
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class PerFedAvg:
     """Step size of the adaptation step."""
     variant: Literal["first-order", "hessian-free"] = "first-order"
     """Ignore the Hessian, or approximate it by a difference of gradients; an update uses 2 or 3 mini-batches."""
-    delta: float = parameter(0.001, above(0))
-    """Step of this difference, in lengths of the gradient after adaptation; hessian-free only."""
+    difference_step: float = parameter(0.001, above(0))
+    """Step h of this difference, in lengths of the gradient after adaptation; hessian-free only."""
     weighting: Weighting = parameter("equal", server_side=True)
     """Weight agents equally or by their number of samples, as the authors do."""
 
@@ -86,9 +86,9 @@ class PerFedAvg:
             g, stats = grad(at, local.stats)
             d, moving, direction = local.d, phase == 1, g
         else:
-            offset = torch.where(phase == 2, self.delta * local.d, 0.0)
+            offset = torch.where(phase == 2, self.difference_step * local.d, 0.0)
             (g, stats), (g_minus, _) = gradients(grad, Net(at + offset, local.stats), Net(at - offset, local.stats))
-            curvature = (g - g_minus) / (2 * self.delta)
+            curvature = (g - g_minus) / (2 * self.difference_step)
             d, moving, direction = torch.where(phase == 1, g, local.d), phase == 2, local.d - self.inner_lr * curvature
         adapted = torch.where(phase == 0, local.w - self.inner_lr * g, local.adapted)
         w, velocity = self._step_where(local, direction, moving)

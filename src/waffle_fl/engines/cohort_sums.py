@@ -1,7 +1,7 @@
 """The server's part of a round of a cohort, A2.13-16, from the cohort's rows alone.
 
-All agents are weighed by vectors of N numbers, and only the rows of the cohort are summed, so the time and the memory of
-an aggregation hardly grow with the federation.
+All agents are weighed by vectors of N numbers, and only the rows of the cohort are summed, so the time and the memory
+of an aggregation hardly grow with the federation.
 
 Methods with the hook `AggregatesSums` get weights of all agents from `weigh` and weighted sums in `combine`, so the
 server needs no row of an absent agent and no copy of the agents' states. Any other method whose server's state does not

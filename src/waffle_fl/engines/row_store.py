@@ -1,8 +1,9 @@
 """States of agents on disk: one row per agent that has ever trained, read and written by cohorts.
 
 A run has a store (`RunSpec.store`) if the states of its agents do not fit into memory. Files have slots of one size; an
-agent that has not trained yet has the initial state and no slot. A row is never overwritten while a saved state refers to it: a new row goes to a free slot. So a checkpoint contains
-only the slot and the digest of each agent's row, and after a kill the rows of the last checkpoint are still there.
+agent that has not trained yet has the initial state and no slot. A row is never overwritten while a saved state refers
+to it: a new row goes to a free slot. So a checkpoint contains only the slot and the digest of each agent's row, and
+after a kill the rows of the last checkpoint are still there.
 Rows are read and written by `pread` and `pwrite`: with a memory map a full disk would end the process by a signal.
 """
 
