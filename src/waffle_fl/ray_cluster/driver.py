@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from waffle_fl.experiment import Interrupted, Listener, Runtime
 from waffle_fl.experiment.execution import open_run, stop_requests
 from waffle_fl.experiment.grouping import stacks_of
 from waffle_fl.experiment.prepared_run import PreparedRun, prepare
-from waffle_fl.manifest import CHECKPOINTS, Finding, summary
+from waffle_fl.manifest import CHECKPOINTS, LOG, Finding, summary
 from waffle_fl.ray_cluster.connection import Cluster, connect, require_ray
 from waffle_fl.ray_cluster.folder_copies import read_folder, write_changes
 from waffle_fl.ray_cluster.worker import Ended, Task
-from waffle_fl.records import locked, read_json
+from waffle_fl.records import locked, read_json, read_rounds
 
 POLL_SECONDS = 0.1
 LOSSES = 3  # workers that a task may lose in a row without a round in between
@@ -135,6 +135,7 @@ class _Driver:
         self._active: dict[Any, _Submitted] = {}  # by the reference of the task's result
         self._started: set[int] = set()
         self._locked: set[int] = set()
+        self._lost: set[int] = set()  # runs that lost a worker
         self._rounds: dict[int, int] = {}  # reported to the listener, by run
         self._sends_files = False
         self._failure = ""
@@ -178,7 +179,7 @@ class _Driver:
             raise WaffleError(f"workers: expected at most {max(cpus)}, the cores of a node, got {each}")
         return {"num_cpus": each}, sum(count // each for count in cpus)
 
-    def _submit(self, numbers: Sequence[int], needs: dict[str, float], losses: int = 0, repeated: bool = False) -> None:
+    def _submit(self, numbers: Sequence[int], needs: dict[str, float], losses: int = 0) -> None:
         runtime = replace(
             self._runtime,
             on="local",
@@ -188,17 +189,28 @@ class _Driver:
             workers=int(needs["num_cpus"]),
             device="cuda" if "num_gpus" in needs else "cpu",
         )
-        runs = [(i, self._prepared[i].config.to_json(), str(self._prepared[i].folder)) for i in numbers]
-        files = {i: read_folder(self._prepared[i].folder)[0] for i in numbers}
-        is_new = not any(files.values())
+        folders = {i: self._prepared[i].folder for i in numbers}
         task = Task(
-            self._call, next(self._numbers), runs, runtime, self._until, str(Path.cwd()), self._marker,
-            files if is_new or self._sends_files else None, repeated,
-        )  # fmt: skip
+            call=self._call,
+            number=next(self._numbers),
+            runs=[(i, self._prepared[i].config.to_json(), str(folder)) for i, folder in folders.items()],
+            runtime=runtime,
+            until=self._until,
+            directory=str(Path.cwd()),
+            marker=self._marker,
+            files=self._files(folders),
+            is_repeated=any(i in self._lost for i in numbers),
+        )
         options = self._cluster.train.options(
-            **needs, scheduling_strategy="SPREAD", name=f"waffle-fl: {len(runs)} runs"
+            **needs, scheduling_strategy="SPREAD", name=f"waffle-fl: {len(numbers)} runs"
         )
         self._active[options.remote(task, self._cluster.queue)] = _Submitted(task, self._made(), losses)
+
+    def _files(self, folders: Mapping[int, Path]) -> dict[int, dict[str, bytes]] | None:
+        """Return the files of the folders for workers without this disk; None if it is unknown whether any has to."""
+        if not any((folder / "config.json").exists() for folder in folders.values()):
+            return {}
+        return {i: read_folder(folder)[0] for i, folder in folders.items()} if self._sends_files else None
 
     def _made(self) -> int:
         return sum(self._rounds.values())
@@ -217,16 +229,22 @@ class _Driver:
 
     def _pass_on(self, kind: str, i: int, content: Any) -> None:
         """Pass on an event of a run, unless it repeats what was reported before its worker was lost."""
-        config = self._prepared[i].config
-        if kind == "resumed" and i not in self._rounds:
+        if kind == "resumed" and i not in self._lost:
             self._rounds[i] = content
-            self._listener.resumed(config, content)
-        elif kind == "advanced" and content["round"] > self._rounds.get(i, 0):
-            self._rounds[i] = content["round"]
-            self._listener.advanced(config, content)
+            self._listener.resumed(self._prepared[i].config, content)
+        elif kind == "resumed":  # a lost worker may have saved rounds that it had not reported
+            for measured in read_rounds(self._prepared[i].folder / LOG)[:content]:
+                self._advance(i, measured)
+        elif kind == "advanced":
+            self._advance(i, content)
         elif kind == "ended" and i not in self.results:
             self.results[i] = content
-            self._listener.ended(config, content)
+            self._listener.ended(self._prepared[i].config, content)
+
+    def _advance(self, i: int, measured: dict[str, Any]) -> None:
+        if measured["round"] > self._rounds.get(i, 0):
+            self._rounds[i] = measured["round"]
+            self._listener.advanced(self._prepared[i].config, measured)
 
     def _write(self, i: int, files: dict[str, bytes], present: list[str]) -> None:
         """Write what a worker sent into the run's folder, which stays locked."""
@@ -256,7 +274,7 @@ class _Driver:
             self._fail(ended.message)
         elif ended.status == "needs files" and not self._is_ending:
             self._sends_files = True
-            self._submit(left, needs, repeated=task.is_repeated)
+            self._submit(left, needs)
         elif ended.status == "stopped" and left and not self._is_ending:
             losses = 1 if self._made() > submitted.rounds else submitted.losses + 1
             if losses >= LOSSES:
@@ -264,7 +282,8 @@ class _Driver:
                            "see Ray's logs, or use fewer runs per task (--stack)")  # fmt: skip
                 return
             self._listener.warned(f"a worker was lost: {_names(self._prepared, left)} continue from their checkpoints")
-            self._submit(left, needs, losses, repeated=True)
+            self._lost.update(left)
+            self._submit(left, needs, losses)
 
     def _fail(self, message: str) -> None:
         self._failure = self._failure or message
