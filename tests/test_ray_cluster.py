@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+import waffle_fl
 from cli_support import refusal, strict, toml, waffle
 from records_support import bits
 from waffle_fl.config import RunConfig, check_run
@@ -23,6 +26,7 @@ from waffle_fl.ray_cluster import connection
 from waffle_fl.ray_cluster.driver import execute_on_ray
 from waffle_fl.ray_cluster.folder_copies import fill_folder, read_folder, write_changes
 
+ROOT = Path(__file__).parent.parent
 CPU = Runtime(device="cpu", workers=1, checkpoint_seconds=0)
 ON_RAY = Runtime(device="cpu", workers=1, checkpoint_seconds=0, on="ray", address="local")
 SMALL: dict[str, Any] = {"data": "digits", "rounds": 4, "samples_per_agent": 20, "agents": 4}
@@ -210,3 +214,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, here: Path)
     monkeypatch.setitem(sys.modules, "ray", None)
     file = toml(here, 'methods = ["fedavg"]\nrounds = 1\nsamples_per_agent = 20\n')
     assert 'pip install "waffle-fl[ray]"' in refusal(waffle("bench", file, "--on", "ray"))
+
+
+def test_the_page_shows_the_files_of_schedulers() -> None:
+    """docs/how-to/cluster.md has the files of packaging/ray as they are; shell and YAML can be read."""
+    page = (ROOT / "docs" / "how-to" / "cluster.md").read_text()
+    for path in (ROOT / "packaging" / "ray").iterdir():
+        assert path.read_text() in page
+    assert subprocess.run(["bash", "-n", ROOT / "packaging" / "ray" / "slurm.sh"], check=False).returncode == 0
+    job = yaml.safe_load((ROOT / "packaging" / "ray" / "rayjob.yaml").read_text())
+    groups = [job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]]
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["volumeMounts"] == [{"name": "study", "mountPath": "/study"}]
+        assert waffle_fl.__version__ in container["image"]

@@ -39,7 +39,7 @@ def stacks_of(runs: Sequence[R], most: int, workers: int = 1) -> list[list[R]]:
         sizes = [len(group) / count for group, count in zip(groups, pieces, strict=True)]
         largest = max(range(len(groups)), key=sizes.__getitem__, default=0)
         fewest = SMALL if sum(pieces) >= workers else 1  # no worker is left without a run
-        if not groups or sizes[largest] < 2 * fewest:
+        if not groups or len(groups[largest]) < fewest * (pieces[largest] + 1):
             break
         pieces[largest] += 1
     stacks = [part for group, count in zip(groups, pieces, strict=True) for part in _divided(group, count, most)]

@@ -62,7 +62,8 @@ def connect(address: str = "") -> Cluster:
                 f"cannot use the Ray cluster at {where}: {reason}; start one with `ray start --head`"
             ) from None
         # Ray prints on stdout, among tables and JSON, that it lost a worker; the driver reports that itself.
-        importlib.import_module("ray._private.worker").print_to_stdstream = lambda *_, **__: None
+        printing: Any = importlib.import_module("ray._private.worker")
+        printing.print_to_stdstream = lambda *_, **__: None
         _connected[address] = _with_queue(ray)
     elif address not in _connected:
         _connected[address] = next(iter(_connected.values()), None) or _with_queue(ray)

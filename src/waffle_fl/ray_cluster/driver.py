@@ -28,7 +28,7 @@ from waffle_fl.experiment.prepared_run import PreparedRun, prepare
 from waffle_fl.manifest import CHECKPOINTS, LOG, Finding, summary
 from waffle_fl.ray_cluster.connection import Cluster, connect, require_ray
 from waffle_fl.ray_cluster.folder_copies import read_folder, write_changes
-from waffle_fl.ray_cluster.worker import Ended, Task
+from waffle_fl.ray_cluster.worker import Ended, StackTask
 from waffle_fl.records import locked, read_json, read_rounds
 
 POLL_SECONDS = 0.1
@@ -110,7 +110,7 @@ def _marker(folders: Sequence[Path], shares_disk: bool) -> Iterator[tuple[str, s
 class _Submitted(NamedTuple):
     """A task that was submitted, the rounds that all runs had made then, and how many workers it lost in a row."""
 
-    task: Task
+    task: StackTask
     rounds: int
     losses: int
 
@@ -140,7 +140,6 @@ class _Driver:
         self._sends_files = False
         self._failure = ""
         self._signal = 0  # after which all tasks were asked to stop
-        self._is_ending = False
         self.results: dict[int, dict[str, Any]] = {}
 
     def train(self, waiting: Sequence[int]) -> None:
@@ -190,7 +189,7 @@ class _Driver:
             device="cuda" if "num_gpus" in needs else "cpu",
         )
         folders = {i: self._prepared[i].folder for i in numbers}
-        task = Task(
+        task = StackTask(
             call=self._call,
             number=next(self._numbers),
             runs=[(i, self._prepared[i].config.to_json(), str(folder)) for i, folder in folders.items()],
@@ -285,13 +284,17 @@ class _Driver:
             self._lost.update(left)
             self._submit(left, needs, losses)
 
+    @property
+    def _is_ending(self) -> bool:
+        """Whether all tasks were asked to stop."""
+        return bool(self._signal or self._failure)
+
     def _fail(self, message: str) -> None:
         self._failure = self._failure or message
         self._stop()
 
     def _stop(self) -> None:
         """Ask all tasks to stop after their round, and cancel those that wait for resources."""
-        self._is_ending = True
         self._ray.get(self._cluster.queue.stop.remote(self._call))
         for reference, submitted in self._active.items():
             if submitted.task.number not in self._started:

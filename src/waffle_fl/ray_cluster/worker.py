@@ -29,7 +29,7 @@ REPORT_SECONDS = 0.25  # between messages of a task: each costs a millisecond
 LOCK_SECONDS = 120.0  # how long the lock of a lost worker may outlive it, as on a network file system
 
 
-class Task(NamedTuple):
+class StackTask(NamedTuple):
     """What a worker needs to train some runs."""
 
     call: int  # of the driver
@@ -51,7 +51,7 @@ class Ended(NamedTuple):
     message: str = ""
 
 
-def train_runs(task: Task, queue: Any) -> Ended:
+def train_runs(task: StackTask, queue: Any) -> Ended:
     """Train the runs of a task to their end and report all events to the queue."""
     if task.results_version != RESULTS_VERSION:
         versions = f"{RESULTS_VERSION} on a worker and {task.results_version} at the driver"
@@ -158,7 +158,7 @@ def _sees(path: str, content: str) -> bool:
 
 
 @contextmanager
-def _folders(task: Task, shares_disk: bool) -> Iterator[dict[int, Path]]:
+def _folders(task: StackTask, shares_disk: bool) -> Iterator[dict[int, Path]]:
     """Yield the folders in which the runs train here, by number."""
     if shares_disk:
         folders = {number: Path(folder) for number, _, folder in task.runs}
