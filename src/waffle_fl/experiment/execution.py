@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from waffle_fl.config import RunConfig
+from waffle_fl.engines.row_store import RowStore
 from waffle_fl.engines.run_spec import initial_state, on_device, own_net
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
@@ -41,6 +42,7 @@ from waffle_fl.manifest import LOG, Finding, summary
 from waffle_fl.out_of_memory import enough_memory
 from waffle_fl.records import Run, read_rounds
 
+STATES = "states"  # folder of the states of agents within a run folder
 FILES_PER_RUN, SPARE_FILES = 2, 200
 
 
@@ -107,6 +109,8 @@ def open_run(
 ) -> ActiveRun | dict[str, Any]:
     """Lock and open a run's folder. Return the run in progress, or the result if it has ended."""
     config, folder, spec, all_agents, model = prepared[:5]
+    if config.settings.states == "disk":
+        spec = replace(spec, store=RowStore(folder / STATES))
     s, federation = config.settings, spec.federation
     description = provenance_of(prepared, runtime, device)
     run = stack.enter_context(Run.opened(folder, config, description, runtime.force))
@@ -175,6 +179,8 @@ def _train(
         for active in active_runs:
             if not ended and active.run.result is None:
                 save(active)
+            if active.spec.store and not ended:
+                active.spec.store.close()
     for active, spec in zip(active_runs, specs, strict=True):
         if ended and active.run.result is None:
             yield active, close(active, spec, model, "finished")

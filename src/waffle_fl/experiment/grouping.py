@@ -79,6 +79,7 @@ def _groups(runs: Sequence[R]) -> list[list[list[R]]]:
             s.guard,
             s.participation,
             s.alice_takes_part,
+            s.states,
             s.privacy,
             s.masked_distances,
             s.sketch_size,

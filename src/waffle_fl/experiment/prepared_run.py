@@ -11,6 +11,7 @@ import torch
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.attacks import NONE, attackers_of, tamper_of
 from waffle_fl.config import RunConfig
+from waffle_fl.engines.cohort_rounds import check_store
 from waffle_fl.engines.masked_checks import check_privacy
 from waffle_fl.engines.noise_checks import check_noise
 from waffle_fl.engines.private_gradients import privacy_of
@@ -75,6 +76,10 @@ def prepare(config: RunConfig, folder: Path, runtime: Runtime, device: torch.dev
     check_agents(spec.algorithm, federation.agents)
     check_privacy(spec, round_settings(s))
     check_noise(spec.algorithm, model, spec.federation, round_settings(s))
+    if s.states == "disk":
+        check_store(spec, round_settings(s), model, runtime.engine)
+        if s.newcomers:
+            raise WaffleError(f"newcomers: expected none with states on disk, got {', '.join(s.newcomers)}")
     check_schedules(config)
     check_scored(config)
     return PreparedRun(config, folder, spec, all_agents, model)

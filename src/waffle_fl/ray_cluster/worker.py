@@ -63,6 +63,8 @@ def train_runs(task: StackTask, queue: Any) -> Ended:
     if Path(task.directory).is_dir():
         os.chdir(task.directory)  # where relative paths and the user's own modules are
     shares_disk = _sees(*task.marker)
+    if not shares_disk and any(config["settings"]["states"] == "disk" for _, config, _ in task.runs):
+        return Ended("failed", "states: expected memory on workers that do not see the run folders, got disk")
     if not shares_disk and task.files is None:
         return Ended("needs files")
     try:
