@@ -19,7 +19,7 @@ from waffle_fl.models import MODELS
 
 
 class Work:
-    """The work that the benchmark saved: the initial network, and each agent's samples; all of them train, or a cohort."""
+    """The work that the benchmark saved: the network, and the samples of each agent; all train, or a cohort."""
 
     def __init__(self, folder: Path) -> None:
         work: dict[str, Any] = torch.load(folder / "work.pt")

@@ -1,0 +1,145 @@
+"""A study of 100 runs on Ray beside the local engine, and on two nodes beside one of half the cores.
+
+    python -m benchmarks.cluster --out results/cluster.jsonl
+
+Digits, MLP, 4 methods x 5 splits x 5 seeds. The local engine has two cores; a Ray cluster has one or two nodes on
+loopback with one core each, beside a head without cores. Each side is a process of its own; they take turns, the first
+turn is a warm-up, and the medians are compared. The start-up of a cluster and of its workers is reported separately.
+The CPU time is that of all processes of a side, so it does not depend on what else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from contextlib import ExitStack
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from waffle_fl.config import Experiment, Settings
+from waffle_fl.experiment import Listener, Runtime, execute, plan
+from waffle_fl.ray_cluster import connection
+
+SIDES = {"local engine": 0, "two nodes": 2, "one node": 1}
+GRID: dict[str, Any] = {
+    "methods": ("fedavg", "waffle", "ditto", "apfl"),
+    "splits": ("A", "B", "C", "A*", "B*"),
+    "seeds": (1, 2, 3, 4, 5),
+}
+BARS = {"overhead": 1.05, "scaling": 1.8}
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
+    """Run the study on request, in a folder of its own each time; report seconds, and CPU seconds of all processes."""
+    torch.set_num_threads(1)
+    experiment = Experiment(**GRID, settings=Settings(data="digits", batch_size=16, rounds=rounds))
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        runtime = Runtime(device="cpu", workers=2)
+        if nodes:
+            connection.require_ray()
+            head = {"num_cpus": 0, "include_dashboard": False}
+            cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
+            stack.callback(cluster.shutdown)
+            for _ in range(nodes):
+                cluster.add_node(num_cpus=1)
+            cluster.wait_for_nodes()
+            runtime = Runtime(device="cpu", workers=1, on="ray", address=cluster.address)
+            connection.connect(cluster.address)
+            stack.callback(connection.require_ray().shutdown)
+        pipe.send(time.perf_counter() - began)
+        while (turn := pipe.recv()) is not None:
+            before, cpu = time.perf_counter(), cpu_seconds(os.getpid())
+            results = execute(plan(experiment, folder / f"turn-{turn}"), runtime, Listener())
+            assert all(result["status"] == "finished" for result in results)
+            pipe.send((time.perf_counter() - before, cpu_seconds(os.getpid()) - cpu))
+
+
+def cpu_seconds(root: int) -> float:
+    """Return the CPU time of a process and its descendants, with that of the children that have ended."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(") ")[2].split()
+        except OSError:
+            continue
+        process = int(path.parent.name)
+        children.setdefault(int(fields[1]), []).append(process)
+        used[process] = sum(map(int, fields[11:15])) / TICKS
+    waiting, total = [root], 0.0
+    while waiting:
+        process = waiting.pop()
+        total += used.get(process, 0.0)
+        waiting += children.get(process, [])
+    return total
+
+
+def measure(rounds: int, turns: int, folder: Path) -> dict[str, Any]:
+    """Return the medians of all sides, and the two ratios."""
+    context = get_context("spawn")
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    cpu: dict[str, list[float]] = {name: [] for name in SIDES}
+    start_up, loads = {}, []
+    with ExitStack() as stack:
+        pipes = {}
+        for name, nodes in SIDES.items():
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, nodes, rounds, folder / name))
+            process.start()
+            stack.callback(process.join, 60)
+            stack.callback(ours.send, None)
+            pipes[name] = ours
+            start_up[name] = round(ours.recv(), 1)
+        for turn in range(turns + 1):
+            loads.append(round(os.getloadavg()[0], 1))
+            for name, pipe in pipes.items():
+                pipe.send(turn)
+                took, used = pipe.recv()
+                seconds[name].append(round(took, 2))
+                cpu[name].append(round(used, 2))
+                print(turn, name, seconds[name][-1], cpu[name][-1], flush=True)
+    middle = {name: median(values[1:]) for name, values in seconds.items()}
+    work = {name: median(values[1:]) for name, values in cpu.items()}
+    return {
+        "runs": 100,
+        "rounds": rounds,
+        "seconds": middle,
+        "cpu_seconds": work,
+        "first_turn_seconds": {name: values[0] for name, values in seconds.items()},
+        "cluster_start_up_seconds": start_up,
+        "all_seconds": seconds,
+        "all_cpu_seconds": cpu,
+        "load": loads,
+        "overhead": round(middle["two nodes"] / middle["local engine"], 3),
+        "overhead_cpu": round(work["two nodes"] / work["local engine"], 3),
+        "scaling": round(middle["one node"] / middle["two nodes"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/cluster.jsonl"))
+    parser.add_argument("--rounds", type=int, default=600)
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    with tempfile.TemporaryDirectory() as folder:
+        line = {"part": "cluster", **machine, **measure(given.rounds, given.turns, Path(folder))}
+    given.out.write_text(json.dumps(line) + "\n")
+    print(json.dumps(line, indent=2))
+
+
+if __name__ == "__main__":
+    main()
