@@ -7,8 +7,8 @@ agent trains once per round, from its own model, and the server weighs for each 
     all others               together, by the mean weight of a few of them, drawn at random
 
 so that a round takes O(N k). The nearest agents are kept from round to round, and are looked for among them, their own
-nearest agents and random ones (Dong et al., WWW 2011). Where WAFFLE averages weights over rounds, sketches are averaged.
-It is not WAFFLE: once models differ, the gradients that it compares are of different models.
+nearest agents and random ones (Dong et al., WWW 2011). Sketches are averaged over rounds, as WAFFLE
+averages weights. It is not WAFFLE: once models differ, the gradients that it compares are of different models.
 """
 
 from __future__ import annotations
