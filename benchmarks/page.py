@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmarks import batches
+from benchmarks import batches, scale_page
 from waffle_fl.report.tables import to_markdown
 from waffle_fl.results import read_runs
 
@@ -104,7 +104,7 @@ LeNet-5, 600 images per agent:
 {sides(cpu["lenet5"])}
 Digits, MLP, a grid of 25 federations:
 
-{sides(cpu["digits"])}{peers(cpu)}{growth(cpu)}
+{sides(cpu["digits"])}{peers(cpu)}{growth(cpu)}{scale_page.cohorts()}{scale_page.cluster()}{scale_page.for_all()}
 ## Gain of each part of the fast engine
 
 `python -m benchmarks.ablation gpu --out results/ablation.jsonl`, then the same with `cpu` and the folder of MNIST as
