@@ -36,7 +36,7 @@ class Server(NamedTuple):
     stats: Rows
     c: Rows  # the control variate of each agent's neighbourhood
     c_i: Rows  # the server's copy, to restore an agent that lost its own
-    sketch: Rows  # (N, sketch_size) of the mean gradients
+    sketch: Rows  # (N, sketch_length) of the mean gradients
     near: Tensor  # (N, k): the nearest agents found so far
 
 
@@ -70,7 +70,7 @@ class WaffleForAll:
     """Schedule of Psi, as in WAFFLE."""
     neighbours: int = parameter(10, at_least(1), server_side=True)
     """Number k of agents that each agent is compared with and weighs one by one."""
-    sketch_size: int = parameter(1024, at_least(2), server_side=True)
+    sketch_length: int = parameter(1024, at_least(2), server_side=True)
     """Numbers of a sketch, from which distances are estimated; a model that is not longer is compared as it is."""
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class WaffleForAll:
         steps = torch.arange(1, min(self.neighbours, agents - 1) + 1, device=net.params.device)
         near = (numbers[:, None] + steps) % agents
         start = Server(net.params.repeat(agents, 1), net.stats.repeat(agents, 1), zeros, zeros, zeros[:, :0], near)
-        return start._replace(sketch=sketched(zeros, self.sketch_size)), Agents(zeros)
+        return start._replace(sketch=sketched(zeros, self.sketch_length)), Agents(zeros)
 
     def broadcast(self, server: Server, agents: int) -> Down:
         return Down(server.x, server.stats, server.c)
@@ -102,7 +102,7 @@ class WaffleForAll:
         c_i = scaffold.control_variate(server.c_i, server.c, up.dy, now.steps, self.sgd.lr, self.correction)
         c_i = torch.where(now.intact[:, None], c_i, server.c_i)
         known = (server.sketch != 0).any(dim=1, keepdim=True)
-        fresh = sketched(c_i, self.sketch_size)
+        fresh = sketched(c_i, self.sketch_length)
         sketch = torch.where(known, torch.lerp(fresh, server.sketch, KEPT), fresh)
         sketch = torch.where(now.intact[:, None], sketch, server.sketch)
         near, d = nearest(sketch, server.near, now)

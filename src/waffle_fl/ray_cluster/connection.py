@@ -13,6 +13,7 @@ from waffle_fl.ray_cluster.worker import train_runs
 
 DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anyone unless the user asks for it
+    "RAY_raylet_start_wait_time_s": "120",  # 30 are too few on a machine that is busy
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what a later version does by default, with a warning until then
 }
 
@@ -55,7 +56,7 @@ def connect(address: str = "") -> Cluster:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
         try:
             ray.init(address=address or None, **quiet)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # a node that does not start raises the base class
             reason = " ".join(str(error).split())[:300]
             where = address or os.environ.get("RAY_ADDRESS") or "this machine"
             raise WaffleError(
