@@ -15,7 +15,6 @@ from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.cobo import CoBo, partners
 from waffle_fl.algorithms.contract import sums_of
 from waffle_fl.algorithms.ditto import Ditto
-from waffle_fl.algorithms.mr_mtl import MRMTL
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedavg_ft import FedAvgFT
 from waffle_fl.algorithms.fedbn import FedBN
@@ -26,6 +25,7 @@ from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
+from waffle_fl.algorithms.mr_mtl import MRMTL
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedgraph import PFedGraph, graph, on_simplex
 from waffle_fl.algorithms.pfedme import PFedMe
