@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -182,10 +183,7 @@ def score(study: Study, method: str, epsilon: float, options: Options, seeds: Se
 
 def last(stream: Iterator[list[Any]]) -> list[Any]:
     """Return the last list of a stream; empty if it has none."""
-    outcomes: list[Any] = []
-    for outcomes in stream:
-        pass
-    return outcomes
+    return next(iter(deque(stream, maxlen=1)), [])
 
 
 def lines(study: Study, known: Sequence[Options]) -> Iterator[Options]:

@@ -119,8 +119,8 @@ def _privacy_limit(run: FinishedRun) -> str:
     simulated = (
         ""
         if run.provenance.get("privacy", {}).get("noise") == "secret"
-        else " In a simulation the noise is computed from the seed, which is among the settings: the guarantee is that of "
-        "a deployment with these settings, and this model should not be published as private."
+        else " This is a simulation, whose noise is computed from the seed among the settings. The guarantee is that of a "
+        "deployment with these settings; do not publish this model as private."
     )
     return (
         f"Differential privacy: {guarantee}. It does not cover statistics of the preprocessing, validation and test "
