@@ -1,7 +1,8 @@
 """Accuracy against epsilon: python -m benchmarks.privacy_accuracy PREPARED [DATA ...]
 
 PREPARED has the folders `flamby-heart` (python -m paper.flamby) and `har-described-1` (python -m paper.descriptors);
-MNIST is read from the folder of published data. What results/privacy-accuracy.jsonl lacks is trained and appended.
+MNIST is read from the folder of published data. What results/privacy-accuracy.jsonl lacks is trained and appended; then
+the tables and the figure of docs/privacy-accuracy.md are written.
 
 Every method has twelve trials per data set and epsilon, scored on a quarter of the training rows: eight pairs of lr and
 clip norm, then four values of one more option, with the best pair. The result is trained on all training rows with the
@@ -27,15 +28,14 @@ import torch
 from paper.flamby import logistic
 from torch import nn
 
+from benchmarks import privacy_accuracy_page
+from benchmarks.privacy_accuracy_page import METHODS, RECORD
 from waffle_fl import Federation, FlatModel, RunSpec, build, load, simulate, split
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.models import mlp
 from waffle_fl.randomness import generator
 from waffle_fl.tournament.record import append_lines, read_lines
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "results" / "privacy-accuracy.jsonl"
-METHODS = ("local", "fedavg", "waffle", "mr-mtl")
 PERSONAL = ("local", "fedavg", "mr-mtl")  # one run has the models of all agents
 VALIDATION = 0.25  # of the training rows, in trials
 CLIPS = (0.3, 1.0)  # norms of a sample's gradient; without noise largest norms of a step's gradient
@@ -202,7 +202,7 @@ def lines(study: Study, known: Sequence[Options]) -> Iterator[Options]:
 
         for lr, clip in product(study.lrs, CLIPS):
             yield from tried({"lr": lr, "clip": clip})
-        pair = best(trials[: len(study.lrs) * len(CLIPS)])
+        pair = best([line for line in trials if set(line["options"]) == {"lr", "clip"}])
         for more in MORE[method]:
             yield from tried({**pair, **more})
         if not any(line["kind"] == "result" for line in have):
@@ -237,6 +237,7 @@ def main(arguments: Sequence[str]) -> None:
             append_lines(RECORD, [line])
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
+    privacy_accuracy_page.main()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Measure attacks on privacy on Heart Disease: python -m benchmarks.privacy_attacks > results/privacy-attacks.jsonl
+"""Measure attacks on privacy on Heart Disease: python -m benchmarks.privacy_attacks
 
 The attacker is the server. It sees every update in the clear, and only their weighted sum if rounds are masked; with
-differential privacy the gradients are noised. Three kinds of lines, or only those that the arguments name:
+differential privacy the gradients are noised. Writes results/privacy-attacks.jsonl and the table of
+docs/privacy-attacks.md; with `table` only the table, from the record. Three kinds of lines:
 
 reconstruction  training rows recovered from one update of one step; the server chose the weights, or they are random
 membership      is a row among a site's training rows? A likelihood-ratio attack with shadow runs (LiRA)
@@ -14,13 +15,16 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from paper.markdown import table
 from torch import Tensor
 
+from benchmarks.pages import write_between
 from waffle_fl import Federation, FlatModel, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS, SGD, Net
 from waffle_fl.config import check_run
@@ -29,6 +33,8 @@ from waffle_fl.experiment import federation_of
 from waffle_fl.models import mlp
 from waffle_fl.randomness import generator
 
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE = ROOT / "results" / "privacy-attacks.jsonl", ROOT / "docs" / "privacy-attacks.md"
 KINDS = ("reconstruction", "membership", "property")
 MODES = ("clear", "masked", "dp 8", "dp 1", "masked+dp 8", "masked+dp 1")  # the number is epsilon
 DELTA = 1e-4
@@ -302,8 +308,41 @@ def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield property_of(mode)
 
 
-if __name__ == "__main__":
+def attack_table(record: Sequence[dict[str, Any]]) -> str:
+    """Return the table of docs/privacy-attacks.md."""
+    rows: dict[str, list[str]] = {}
+    for line in record:
+        for name, value in cells_of(line):
+            rows.setdefault(name, []).append(value)
+    return table(["attack", *(mode.replace(" ", ", epsilon ") for mode in MODES)], [[n, *v] for n, v in rows.items()])
+
+
+def cells_of(line: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the cells of one line of the record, each with the name of its row."""
+    if line["kind"] == "reconstruction":
+        whole = "29 rows per site" if set(line["rows"]) == {SMALL} else "all rows"
+        yield f"rows recovered, {line['weights']} weights, {whole}", f"{sum(line['recovered'])} of {sum(line['rows'])}"
+    elif line["kind"] == "membership":
+        yield "membership, AUC", f"{line['auc']:.3f} ± {line['auc_sd']:.3f}"
+        yield "membership, advantage in points", f"{100 * line['advantage']:.1f} ± {100 * line['advantage_sd']:.1f}"
+        yield "members found at 1 % false alarms, percent", f"{100 * line['found_at_1_percent']:.1f}"
+    else:
+        yield "share of women, AUC", f"{line['auc']:.3f}"
+        yield "share of women, right answers in percent", f"{100 * line['right']:.0f} ± {100 * line['right_se']:.0f}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure all attacks, or with `table` none; write the record, and the table of the page."""
     torch.set_num_threads(1)
-    for line in lines(sys.argv[1:] or KINDS):
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+    if arguments != ["table"]:
+        found = []
+        for line in lines(KINDS):
+            found.append(json.dumps(line) + "\n")
+            sys.stdout.write(found[-1])
+            sys.stdout.flush()
+        RECORD.write_text("".join(found))
+    write_between(PAGE, "attacks", attack_table([json.loads(line) for line in RECORD.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

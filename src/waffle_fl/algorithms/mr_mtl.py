@@ -31,7 +31,7 @@ class MRMTL:
         trains_model_for="each agent",
         in_words="a personal model, kept close to the mean of all personal models",
         cite="Liu et al., NeurIPS 2022",
-        order=75,
+        order=270,
     )
 
     sgd: Optimiser = field(default_factory=SGD)
