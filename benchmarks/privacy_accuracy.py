@@ -1,8 +1,8 @@
 """Accuracy against epsilon: python -m benchmarks.privacy_accuracy PREPARED [DATA ...]
 
-PREPARED has the folders `flamby-heart` (python -m paper.flamby) and `har-described-1` (python -m paper.descriptors);
-MNIST is read from the folder of published data. What results/privacy-accuracy.jsonl lacks is trained and appended; then
-the tables and the figure of docs/privacy-accuracy.md are written.
+PREPARED has the folder `har-described-1` (python -m paper.descriptors); MNIST and Heart Disease are read from the folder
+of published data. What results/privacy-accuracy.jsonl lacks is trained and appended; then the tables and the figure of
+docs/privacy-accuracy.md are written.
 
 Every method has twelve trials per data set and epsilon, scored on a quarter of the training rows: eight pairs of lr and
 clip norm, then four values of one more option, with the best pair. The result is trained on all training rows with the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from paper.flamby import logistic
+from paper.flamby import logistic, prepare
 from torch import nn
 
 from benchmarks import privacy_accuracy_page
 from benchmarks.privacy_accuracy_page import METHODS, RECORD
 from waffle_fl import Federation, FlatModel, RunSpec, build, load, simulate, split
 from waffle_fl.algorithms import ALGORITHMS, SGD
+from waffle_fl.data_folder import data_dir
 from waffle_fl.models import mlp
 from waffle_fl.randomness import generator
 from waffle_fl.tournament.record import append_lines, read_lines
@@ -70,9 +72,11 @@ class Study:
     trial_seeds: int = 2  # each with other rows for validation
 
 
-def heart(prepared: Path) -> Study:
+def heart(_: Path) -> Study:
     """FLamby's Fed-Heart-Disease: its rows, its model, its initial weights, its 15 rounds of 100 updates."""
-    parts = arrays_in(prepared / "flamby-heart")
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(data_dir() / "heart-disease", Path(folder))
+        parts = arrays_in(Path(folder) / "flamby-heart")
     columns = next(iter(parts.values()))[0].shape[1]
     return Study(
         "heart-disease",

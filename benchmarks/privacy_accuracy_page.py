@@ -14,7 +14,7 @@ import altair as alt
 from paper.figures import styled
 from paper.markdown import table
 
-from benchmarks.pages import write_between
+from benchmarks.doc_tables import write_between
 from waffle_fl.algorithms import TITLES
 from waffle_fl.report.charts import COLORS, inline, to_svg
 from waffle_fl.tournament.record import read_lines

@@ -24,7 +24,7 @@ import torch
 from paper.markdown import table
 from torch import Tensor
 
-from benchmarks.pages import write_between
+from benchmarks.doc_tables import write_between
 from waffle_fl import Federation, FlatModel, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS, SGD, Net
 from waffle_fl.config import check_run

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.pages import write_between
+from benchmarks.doc_tables import write_between
 from benchmarks.privacy_accuracy_page import METHODS, NAMES, accuracy_table, choices_table, figure
 from benchmarks.privacy_attacks import (
     MODES,
@@ -37,7 +37,7 @@ def record(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_attack_table_matches_its_record() -> None:
-    """The table of docs/privacy-attacks.md is that of results/privacy-attacks.jsonl, with every attack in every mode."""
+    """The table of docs/privacy-attacks.md is that of its record, which has every attack in every mode."""
     lines = record("privacy-attacks.jsonl")
     assert Counter(line["mode"] for line in lines) == dict.fromkeys(MODES, 5)
     assert attack_table(lines) in (ROOT / "docs" / "privacy-attacks.md").read_text()

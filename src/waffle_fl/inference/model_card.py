@@ -119,8 +119,8 @@ def _privacy_limit(run: FinishedRun) -> str:
     simulated = (
         ""
         if run.provenance.get("privacy", {}).get("noise") == "secret"
-        else " This is a simulation, whose noise is computed from the seed among the settings. The guarantee is that of a "
-        "deployment with these settings; do not publish this model as private."
+        else " This is a simulation, whose noise is computed from the seed among the settings. The guarantee is that "
+        "of a deployment with these settings; do not publish this model as private."
     )
     return (
         f"Differential privacy: {guarantee}. It does not cover statistics of the preprocessing, validation and test "

@@ -128,8 +128,7 @@ def _facts(run: FinishedRun) -> dict[str, str]:
 def _privacy(run: FinishedRun) -> str:
     """Return the guarantee of one run; the runs of a page add up."""
     simulated = run.provenance.get("privacy", {}).get("noise") != "secret"
-    noise = ", simulated: the noise derives from the seed" if simulated else ""
-    return f"{run.config.settings.guarantee} and run{noise}"
+    return f"{run.config.settings.guarantee}, per run{'; simulated: noise derives from the seed' * simulated}"
 
 
 def _round_length(s: Settings) -> str:
