@@ -76,7 +76,7 @@ class Policy:
         s = config.settings
         if s.privacy not in ("off", "dp"):
             raise Refused(f"this version cannot hide updates from the server (privacy = {s.privacy}): use a simulation")
-        if self.epsilon and s.privacy == "off":
+        if self.epsilon and s.privacy not in ("dp", "masked+dp"):
             raise Refused("this site has a privacy budget: it takes part in runs with privacy = dp only")
         steps = s.steps(samples)
         options = config.to_json()["options"].values()
