@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Net
-from waffle_fl.algorithms.contract import Rows, Vector, lengths
+from waffle_fl.algorithms.contract import Rows, lengths
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.engines.tree import rows_of
@@ -72,10 +72,6 @@ class UpdateNumbers(NamedTuple):
     exact: tuple[tuple[Numbers, float], ...]  # the same without a sketch, for distances with a dealer
     length: float
     pull: float  # length of the control variate; 0 without one
-
-    def sums(self, device: torch.device) -> dict[str, Vector]:
-        """Return the sums of a round in which this agent holds all weight."""
-        return {name: torch.from_numpy(part.numbers).to(device) for name, part in self.summed.items()}
 
 
 def unit_of(algorithm: Any, name: str, r: int) -> float:
@@ -136,7 +132,11 @@ class UpdateReader:
 
 
 class RoundAgent:
-    """One agent in one private round, after it has trained."""
+    """One agent in one private round, after it has trained.
+
+    A site answers each request in another process: `recall` repeats what the earlier ones have changed, and nothing
+    that depends on the update alone. With the same random bytes every reply is the same again.
+    """
 
     def __init__(self, own: UpdateNumbers, side: MaskingAgent, alice: int) -> None:
         self.own, self._side, self._is_alice, self._alice = own, side, side.agent == alice, alice
@@ -158,14 +158,35 @@ class RoundAgent:
             case UnmaskRequest(announced, reveal):
                 return self._side.reveal(reveal, announced)
             case AloneRequest():
-                return AloneReply(self.own.code)
+                return self._alone()
         raise WaffleError(f"expected a request of a private round, got {type(request).__name__}")
 
+    def recall(self, request: PhaseRequest) -> None:
+        """Restore the state after an earlier request of this round, which was answered."""
+        match request:
+            case OpenRequest() if self.own.code == OK:
+                self._side.open()
+            case CompareRequest(delivery):
+                self._side.receive(delivery)
+            case DealRequest():
+                self._deal(request)
+            case SumRequest(announced, deliveries):
+                for delivery in deliveries:
+                    self._side.receive(delivery)
+                if self._side.agent in announced.contributors:
+                    self._side.accept(announced)
+
     def _open(self, measured: bool) -> OpenReply:
+        floor = self._side.floor
         if self.own.code != OK:
-            return OpenReply(self.own.code, 0.0, 0.0, ())
+            return OpenReply(self.own.code, 0.0, 0.0, floor, ())
         lengths = (self.own.length, self.own.pull) if measured else (0.0, 0.0)
-        return OpenReply(OK, *lengths, openings=(self._side.open(),))
+        return OpenReply(OK, *lengths, floor, openings=(self._side.open(),))
+
+    def _alone(self) -> AloneReply:
+        if not self._is_alice:
+            raise WaffleError("expected Alice, the only agent whose update may be a sum: refuse the round")
+        return AloneReply(self.own.code, {name: ring.plain_bytes(one.numbers) for name, one in self.own.summed.items()})
 
     def _compare(self, request: CompareRequest) -> SketchReply:
         self._side.receive(request.delivery)

@@ -20,19 +20,25 @@ from waffle_fl.engines.masked_guard import screened
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
+from waffle_fl.privacy import ring
 from waffle_fl.privacy.contributors import effective, respect_floors
 from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.messages import Announcement, Delivery, RevealRequest, RoundId
 from waffle_fl.privacy.phases import (
     REPLIES,
+    AloneReply,
     AloneRequest,
     CompareRequest,
     DealRequest,
+    DealtReply,
+    OpenReply,
     OpenRequest,
     PhaseReply,
     PhaseRequest,
     ProductRequest,
+    Products,
     SketchReply,
+    SumReply,
     SumRequest,
     UnmaskRequest,
 )
@@ -86,7 +92,7 @@ class RoundWeights(NamedTuple):
 
 
 class MaskedRound:
-    """One attempt at one round. After the last phase, `sums` are the weighted sums; None if Alice holds all weight."""
+    """One attempt at one round. After the last phase, `sums` are the weighted sums, or empty if there is none."""
 
     def __init__(
         self,
@@ -99,7 +105,7 @@ class MaskedRound:
         floors: Sequence[float],
     ) -> None:
         self.algorithm, self.settings, self.server, self.at = algorithm, settings, server, at
-        self._known, self._sizes, self._floors = known, sizes, floors
+        self._known, self._sizes, self._floors = known, sizes, list(floors)
         self._alice = int(known.alice)
         asked = known.asked & (known.samples > 0)
         self.group: tuple[int, ...] = tuple(asked.nonzero().flatten().tolist())
@@ -112,8 +118,9 @@ class MaskedRound:
         self._opened = Opened([], {}, self._zeros, self._zeros)
         self._sketches: Mapping[int, SketchReply] = {}  # of the phase `deal`
         self._decided = RoundWeights({"dy": self._zeros}, server, {}, Announcement({}))
-        self.sums: Mapping[str, Tensor] | None = None
+        self.sums: Mapping[str, Tensor] = {}
         self.uploaded = 0
+        self.begun = False  # whether a phase has ended: agents train in the first one
         self.phase: Phase = "open"
         self._requests: Mapping[int, PhaseRequest] = {i: OpenRequest(self._measures(i)) for i in self.group}
         self._replies: dict[int, PhaseReply] = {}
@@ -133,6 +140,7 @@ class MaskedRound:
             raise WaffleError(f"expected another reply in the phase {self.phase}, got {type(reply).__name__}")
         if reply.senders - {agent}:  # the transport knows who sent it
             raise WaffleError("the reply names another agent as its sender")
+        self._check_sizes(reply)
         self._replies[agent] = reply
         self.uploaded += reply.size
 
@@ -148,7 +156,7 @@ class MaskedRound:
     def advance(self) -> None:
         """End the phase with the replies that have arrived. `Unreadable` says that this attempt has failed."""
         replies: dict[int, Any] = {**self._replies}
-        self._replies = {}
+        self._replies, self.begun = {}, True
         match self.phase:
             case "open":
                 self._open(replies)
@@ -161,11 +169,7 @@ class MaskedRound:
             case "reveal":
                 self._reveal(replies)
             case "alone":
-                self._note(self._alice, replies[self._alice].code)
-                now = self._admitted.now
-                is_alice = torch.arange(len(now.samples), device=now.samples.device) == now.alice
-                self._admitted = self._admitted._replace(now=now._replace(intact=now.intact & is_alice))
-                self.phase = "done"
+                self._apply_alone(replies[self._alice])
 
     @property
     def usable(self) -> bool:
@@ -184,6 +188,7 @@ class MaskedRound:
             self._note(i, replies[i].code if i in replies else ABSENT)
         for i, reply in replies.items():
             lengths[i], pulls[i] = reply.length, reply.pull
+            self._floors[i] = max(self._floors[i], reply.floor)
         opened = [i for i in self.group if self._admitted.now.received[i]]
         if not self.usable:  # the round is tried again with other batches
             self.phase, self._requests = "done", {}
@@ -279,6 +284,46 @@ class MaskedRound:
                     f"{number:.2f}: the sums of {len(reveal.missing)} agents have not arrived"
                 )
         self.phase, self._requests = "reveal", dict.fromkeys(self._opened.agents, UnmaskRequest(announced, reveal))
+
+    def _apply_alone(self, reply: AloneReply) -> None:
+        """Take Alice's own numbers as the sums; nobody else has taken part."""
+        self._note(self._alice, reply.code)
+        now = self._admitted.now
+        is_alice = torch.arange(len(now.samples), device=now.samples.device) == now.alice
+        self._admitted = self._admitted._replace(now=now._replace(intact=now.intact & is_alice))
+        if reply.code == OK:
+            found = {name: ring.plain_numbers(reply.sums[name], count) for name, count in self._sizes.parts.items()}
+            self.sums = {name: torch.from_numpy(numbers).to(is_alice.device) for name, numbers in found.items()}
+        self.phase, self._requests = "done", {}
+
+    def _check_sizes(self, reply: PhaseReply) -> None:
+        """Raise if a reply has not the parts and lengths that an agent would send."""
+        (*_, compared) = (0, *self._sizes.compared.values())
+        short = ring.SKETCH_BYTES * (1 + min(self.settings.sketch_size, compared or self._sizes.update))
+        match reply:
+            case OpenReply(code, length, pull, floor, openings):
+                sound = code in range(len(REASONS)) and len(openings) == (code == OK)
+                sound = sound and min(length, pull) >= 0 and floor >= 1
+            case SketchReply(sketches):
+                sound = all(sketch.size == short for some in sketches.values() for sketch in some)
+            case DealtReply(sketches, vectors, words):
+                self._check_sizes(sketches)
+                sound = all(len(v.words) == compared for v in vectors) and all(len(word.words) == 1 for word in words)
+            case Products(words):
+                sound = all(len(word.words) == 1 for word in words)
+            case SumReply(sums):
+                sound = len(sums) <= 1
+            case AloneReply(code, own) if code == OK:
+                sound = own.keys() == self._sizes.parts.keys()
+                for name, content in own.items() if sound else ():
+                    try:
+                        ring.plain_numbers(content, self._sizes.parts[name])
+                    except ValueError:
+                        sound = False
+            case _:
+                sound = True
+        if not sound:
+            raise WaffleError(f"the reply in the phase {self.phase} has parts that an agent would not send")
 
     def _reveal(self, replies: Mapping[int, Any]) -> None:
         (request,) = {id(one): one for one in self._requests.values()}.values()
