@@ -27,7 +27,8 @@ from waffle_fl.deploy.site_store import PRIVATE, Ledger
 from waffle_fl.engines.flower.masked_messages import FirstRequest, SessionTerms
 from waffle_fl.engines.flower.messages import Request
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
-from waffle_fl.engines.masked_agent import RoundAgent, TrainedRow, UpdateReader
+from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
+from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy.agent import MaskingAgent

@@ -371,8 +371,6 @@ class JobRunner:
     def _advance(self, entry: Entry) -> str | None:
         """Advance a run and record it. Return None while it continues, else why it ended early ("" if diverged)."""
         server_run = entry.server_run
-        if server_run.stuck:
-            return server_run.stuck
         missing, r = server_run.waiting_for(entry.quorum), server_run.latest.round + server_run.training
         evaluated, diverged = server_run.advance(entry.quorum)
         for reason in server_run.rejected:
@@ -380,6 +378,8 @@ class JobRunner:
         server_run.rejected.clear()
         if evaluated:
             self._record(entry, evaluated)
+        if server_run.stuck:
+            return server_run.stuck
         if diverged:
             self._diverged(entry, diverged)
             return ""

@@ -42,8 +42,8 @@ from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.flower.masked_messages import INTRODUCE, READ_BEFORE, FirstRequest
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
-from waffle_fl.engines.masked_agent import TrainedRow
 from waffle_fl.engines.masked_checks import masks_updates
+from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.mixed_outputs import models_in, tensors_in
 from waffle_fl.engines.noise_checks import check_noise
 from waffle_fl.errors import WaffleError

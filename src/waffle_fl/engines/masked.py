@@ -15,8 +15,9 @@ from torch import Tensor
 from waffle_fl.algorithms import Net
 from waffle_fl.algorithms.contract import row_of
 from waffle_fl.engines.aggregation import Aggregated, Registered, recorded
-from waffle_fl.engines.masked_agent import RoundAgent, TrainedRow, UpdateReader
-from waffle_fl.engines.masked_round import MaskedRound, sizes_of
+from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
+from waffle_fl.engines.masked_parts import TrainedRow, sizes_of
+from waffle_fl.engines.masked_round import MaskedRound
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import where_rows
 from waffle_fl.privacy.agent import MaskingAgent

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from waffle_fl.algorithms import Net
 from waffle_fl.algorithms.contract import Rows, lengths
-from waffle_fl.engines.aggregation import Registered
+from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, TrainedRow, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
-from waffle_fl.engines.tree import rows_of
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import OK, TOO_LONG, screen
 from waffle_fl.privacy import ring, sketch
@@ -43,25 +41,6 @@ from waffle_fl.privacy.phases import (
 from waffle_fl.privacy.ring import Numbers
 from waffle_fl.randomness import derive, noise
 
-USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; `unit_of` has that of updates
-WEIGHTS, GUARD = "weights", "guard"  # what distances are for
-
-
-class TrainedRow(NamedTuple):
-    """What an agent knows after it has trained; every state has one row."""
-
-    down: Any
-    agents: Any  # its state before the round
-    up: Any
-    steps: Tensor
-
-    @classmethod
-    def of(cls, i: int, states: tuple[Any, Any, Any], known: Registered) -> TrainedRow:
-        """Return what agent i knows, from the broadcast, the states and the updates of all."""
-        row = slice(i, i + 1)
-        down, agents, up = (rows_of(state, row) for state in states)
-        return cls(down, agents, up, known.steps[row])
-
 
 class UpdateNumbers(NamedTuple):
     """What an agent has computed from its update."""
@@ -72,12 +51,6 @@ class UpdateNumbers(NamedTuple):
     exact: tuple[tuple[Numbers, float], ...]  # the same without a sketch, for distances with a dealer
     length: float
     pull: float  # length of the control variate; 0 without one
-
-
-def unit_of(algorithm: Any, name: str, r: int) -> float:
-    """Return the unit of a part: updates are as large as the learning rate makes them."""
-    sgd = algorithm.sgd
-    return ring.unit_for(10 * sgd.lr * sgd.lr_decay ** (r - 1) if name == "dy" else USUAL.get(name, 1.0))
 
 
 def server_seen_by(algorithm: Any, down: Any, agents: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor
 from waffle_fl.algorithms import Round
 from waffle_fl.algorithms.contract import Seen, Weights, row_of
 from waffle_fl.engines.aggregation import Registered
-from waffle_fl.engines.masked_agent import GUARD, WEIGHTS, TrainedRow, unit_of
 from waffle_fl.engines.masked_guard import screened
+from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, MessageSizes, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
@@ -45,21 +45,6 @@ from waffle_fl.privacy.phases import (
 from waffle_fl.privacy.server import MaskingServer
 
 Phase: TypeAlias = Literal["open", "compare", "deal", "product", "sum", "reveal", "alone", "done"]
-
-
-class MessageSizes(NamedTuple):
-    """How many numbers a method's messages have."""
-
-    parts: Mapping[str, int]  # of the sums, by part
-    compared: Mapping[str, int]  # of what distances compare, by name; at most one
-    update: int
-
-
-def sizes_of(algorithm: Any, trained: TrainedRow) -> MessageSizes:
-    """Return the sizes of a method's messages, from any agent's state and update."""
-    parts = {name: rows.shape[1] for name, rows in algorithm.summed_rows(*trained).items()}
-    compared = {name: rows.shape[1] for name, rows in algorithm.compared_rows(*trained).items()}
-    return MessageSizes(parts, compared, trained.up.dy.shape[1])
 
 
 class Unreadable(WaffleError):

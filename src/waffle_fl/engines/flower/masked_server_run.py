@@ -17,8 +17,8 @@ from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.flower.masked_messages import READ_BEFORE, FirstRequest, SessionTerms
 from waffle_fl.engines.flower.messages import Request
 from waffle_fl.engines.flower.server_run import ServerRun
-from waffle_fl.engines.masked_agent import TrainedRow
-from waffle_fl.engines.masked_round import MaskedRound, MessageSizes, Unreadable, sizes_of
+from waffle_fl.engines.masked_parts import MessageSizes, TrainedRow, sizes_of
+from waffle_fl.engines.masked_round import MaskedRound, Unreadable
 from waffle_fl.engines.participation import asking
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy import ring
@@ -139,7 +139,8 @@ class MaskedServerRun(ServerRun):
         self.rejected.append(reason)
         if self.failed >= TRIES:
             self.stuck = f"round {self.masked.at.round} was rejected {TRIES} times: {reason}"
-        self._open_session()
+        else:
+            self._open_session()
 
     def _copies(self, start: Any) -> Any:
         """Return None: the server of a masked run has no copy of what the agents keep."""

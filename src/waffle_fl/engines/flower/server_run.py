@@ -197,6 +197,8 @@ class ServerRun:
     def advance(self, quorum: int) -> tuple[EvaluatedRound | None, Diverged | None]:
         """Aggregate and score as far as the received replies allow; nothing advances without Alice's reply."""
         evaluated, resent, self.resend = None, self.resend & self.awaited, set()
+        if self.stuck:
+            return None, None
         if self.pending:
             if self.score is None:
                 return None, None
