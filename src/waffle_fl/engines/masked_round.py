@@ -59,12 +59,13 @@ class Present(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The agents that have opened the round, the shares that they receive, and the lengths that they report."""
+    """The agents that have opened the round, the shares that they receive, and what they report."""
 
     agents: list[int]
     deliveries: Mapping[int, Delivery]
     lengths: Weights  # of updates
     pulls: Weights  # of control variates
+    floors: Sequence[float]  # of all agents: their smallest effective number of contributors
 
 
 class RoundWeights(NamedTuple):
@@ -90,7 +91,7 @@ class MaskedRound:
         floors: Sequence[float],
     ) -> None:
         self.algorithm, self.settings, self.server, self.at = algorithm, settings, server, at
-        self._known, self._sizes, self._floors = known, sizes, list(floors)
+        self._known, self._sizes = known, sizes
         self._alice = int(known.alice)
         asked = known.asked & (known.samples > 0)
         self.group: tuple[int, ...] = tuple(asked.nonzero().flatten().tolist())
@@ -100,12 +101,11 @@ class MaskedRound:
         facts = known.samples, known.steps, settings.batch_size, None, known.asked
         now = Round(at.round, settings.rounds, known.alice, asked, asked, *facts)
         self._admitted = Present(now, torch.where(known.asked, torch.full_like(known.samples, OK), NOT_ASKED))
-        self._opened = Opened([], {}, self._zeros, self._zeros)
+        self._opened = Opened([], {}, self._zeros, self._zeros, floors)
         self._sketches: Mapping[int, SketchReply] = {}  # of the phase `deal`
         self._decided = RoundWeights({"dy": self._zeros}, server, {}, Announcement({}))
         self.sums: Mapping[str, Tensor] = {}
         self.uploaded = 0
-        self.begun = False  # whether a phase has ended: agents train in the first one
         self.phase: Phase = "open"
         self._requests: Mapping[int, PhaseRequest] = {i: OpenRequest(self._measures(i)) for i in self.group}
         self._replies: dict[int, PhaseReply] = {}
@@ -141,7 +141,7 @@ class MaskedRound:
     def advance(self) -> None:
         """End the phase with the replies that have arrived. `Unreadable` says that this attempt has failed."""
         replies: dict[int, Any] = {**self._replies}
-        self._replies, self.begun = {}, True
+        self._replies = {}
         match self.phase:
             case "open":
                 self._open(replies)
@@ -157,6 +157,11 @@ class MaskedRound:
                 self._apply_alone(replies[self._alice])
 
     @property
+    def begun(self) -> bool:
+        """Whether the first phase has ended, in which agents train."""
+        return bool(self._opened.agents) or self.phase == "done"
+
+    @property
     def usable(self) -> bool:
         """Whether Alice's own update could be used, if she takes part."""
         return bool(self._admitted.now.received[self._alice]) or self._alice not in self.group
@@ -168,18 +173,18 @@ class MaskedRound:
         return decided.server, *self._admitted, {**decided.info, "weights": decided.weights["dy"], **facts}
 
     def _open(self, replies: Mapping[int, Any]) -> None:
-        lengths, pulls = self._zeros, self._zeros
+        lengths, pulls, floors = self._zeros, self._zeros, list(self._opened.floors)
         for i in self.group:
             self._note(i, replies[i].code if i in replies else ABSENT)
         for i, reply in replies.items():
             lengths[i], pulls[i] = reply.length, reply.pull
-            self._floors[i] = max(self._floors[i], reply.floor)
+            floors[i] = max(floors[i], reply.floor)
         opened = [i for i in self.group if self._admitted.now.received[i]]
         if not self.usable:  # the round is tried again with other batches
             self.phase, self._requests = "done", {}
             return
         deliveries = self._hub.deliver(opening for i in opened for opening in replies[i].openings)
-        self._opened = Opened(opened, deliveries, lengths, pulls)
+        self._opened = Opened(opened, deliveries, lengths, pulls, floors)
         if not self._purposes:
             self._weigh(self._zeros)
             return
@@ -260,7 +265,7 @@ class MaskedRound:
         reveal = self._hub.request(one for reply in replies.values() for one in reply.sums)
         for i in reveal.missing:
             self._note(i, ABSENT)
-        floor = max(self._floors[i] for i in announced.contributors)
+        floor = max(self._opened.floors[i] for i in announced.contributors)
         for table in announced.weights.values():
             number = effective([table[i] for i in reveal.arrived])
             if len(reveal.arrived) < 2 or number < floor:
@@ -341,11 +346,11 @@ class MaskedRound:
         """Return the weights without agents whose floor is not reached."""
         given = weights["dy"].tolist()
         alice = self._alice if getattr(self.algorithm, "for_alice", False) else None
-        allowed = respect_floors(given, self._floors, alice)
+        allowed = respect_floors(given, self._opened.floors, alice)
         if any(given) and not any(allowed):
             raise WaffleError(
                 f"min_contributors: expected at most {effective(given):.2f}, the effective number of agents in round "
-                f"{self.at.round}, got {max(self._floors):g}"
+                f"{self.at.round}, got {max(self._opened.floors):g}"
             )
         if not any(w != 0 and a == 0 for w, a in zip(given, allowed, strict=True)):
             return weights
