@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from waffle_fl.algorithms import Net
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.deploy.introductions import secrets_with_others
 from waffle_fl.deploy.policy import Policy, Refused
 from waffle_fl.deploy.site_store import PRIVATE, Ledger
 from waffle_fl.engines.flower.masked_messages import FirstRequest, SessionTerms
 from waffle_fl.engines.flower.messages import Request
-from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
 from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.run_spec import RoundSettings
@@ -36,7 +37,7 @@ from waffle_fl.privacy.masks import entropy_of
 from waffle_fl.privacy.messages import RoundId
 from waffle_fl.privacy.phases import REQUESTS, AloneRequest, OpenRequest, PhaseRequest, UnmaskRequest
 from waffle_fl.privacy.wire import read, written
-from waffle_fl.tensorfile import read_tensors, write_tensors
+from waffle_fl.tensorfile import digest, read_tensors, write_tensors
 
 SESSION, UPDATE = "masks.session", "masks.update"
 
@@ -65,6 +66,7 @@ class KeptSession:
     round: int
     attempt: int
     question: str  # a hash of everything that determines the update
+    update: str  # a hash of the update
     terms: SessionTerms
     seed: bytes
     answered: tuple[Answered, ...]
@@ -81,12 +83,19 @@ class MaskedSite:
     run: str
     label: str
     agent: int
-    trainer: SiteTrainer
+    algorithm: Any
+    net: Net  # with the sizes of the model
+    steps: int
     settings: RoundSettings
     seed: int
 
-    def begin(self, task: Request, first: FirstRequest, question: str, train: Callable[[], TrainedRow]) -> bytes:
-        """Train, and return the reply to the first phase of a session."""
+    def begin(
+        self, task: Request, first: FirstRequest, question: str, train: Callable[[], tuple[Any, Any, Any]]
+    ) -> tuple[bytes, dict[str, str]]:
+        """Train, and return the reply to the first phase of a session, and what the ledger has of it.
+
+        `train` returns the broadcast, the agent's state before, and its update.
+        """
         kept, start = self._kept(), Answered(task.phase, first.request)
         if type(self._request(start)) not in (OpenRequest, AloneRequest):
             raise Refused("expected a private round to begin with the phase open or alone")
@@ -99,46 +108,47 @@ class MaskedSite:
                 )
         self._check_alone(start)
         self._secrets(first.terms)
-        trained = train()
-        states = {"down": trained.down, "agents": trained.agents, "up": trained.up}
-        tensors = {f"{k}.{name}": value for k, state in states.items() for name, value in state._asdict().items()}
+        states = train()
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_tensors(self._folder / UPDATE, {"session": str(task.session)}, tensors)
+        write_tensors(self._folder / UPDATE, {"session": str(task.session)}, _named(states))
         (self._folder / UPDATE).chmod(PRIVATE)
         if kept is None or kept.session < task.session:
-            seed = secrets.token_bytes(32)
-            kept = KeptSession(task.session, task.round, task.attempt, question, first.terms, seed, ())
+            update, seed = digest(states[-1]._asdict(), {}), secrets.token_bytes(32)
+            kept = KeptSession(task.session, task.round, task.attempt, question, update, first.terms, seed, ())
         return self._answer(kept, start)
 
-    def go_on(self, task: Request, content: bytes) -> tuple[bytes, KeptSession]:
-        """Return the reply to a later phase, and the session."""
+    def go_on(self, task: Request, content: bytes) -> tuple[bytes, dict[str, str]]:
+        """Return the reply to a later phase, and what the ledger has of it."""
         kept = self._kept()
         if kept is None or kept.session != task.session:
             raise Refused("this site takes no part in this session of the round: it was not asked to open it")
         one = Answered(task.phase, content)
         self._check_alone(one)
-        return self._answer(kept, one), kept
+        return self._answer(kept, one)
 
-    def summed(self, kept_question: str, phase: str, content: bytes) -> dict[str, str]:
-        """Return the ledger's entry for a reply with which a sum can be read; refuse a second sum of one update."""
-        if REQUESTS.get(phase) not in (UnmaskRequest, AloneRequest):
+    def _summed(self, kept: KeptSession, request: PhaseRequest, content: bytes) -> dict[str, str]:
+        """Return the ledger's entry for a reply with which a sum can be read; refuse a second sum of one update.
+
+        Each sum has other weights, so from as many sums as agents a server could compute every update.
+        """
+        if not isinstance(request, UnmaskRequest | AloneRequest):
             return {}
-        entry = {"question": kept_question, "sum": hashlib.sha256(phase.encode() + content).hexdigest()}
+        entry = {"of": kept.update, "sum": hashlib.sha256(type(request).__name__.encode() + content).hexdigest()}
         before = (line["read"] for line in self.ledger.lines() if "read" in line)
-        if any(one["question"] == entry["question"] and one["sum"] != entry["sum"] for one in before):
-            raise ReadBefore("this site has already helped to read another sum of this round's updates")
+        if any(one["of"] == entry["of"] and one["sum"] != entry["sum"] for one in before):
+            raise ReadBefore("this site has already helped to read another sum of the same updates")
         return entry
 
-    def _answer(self, kept: KeptSession, one: Answered) -> bytes:
+    def _answer(self, kept: KeptSession, one: Answered) -> tuple[bytes, dict[str, str]]:
         """Return the reply to a request, after all requests before it; keep the request before the reply leaves."""
         phases = [answered.phase for answered in kept.answered]
         place = phases.index(one.phase) if one.phase in phases else len(phases)
         if place < len(phases) and kept.answered[place] != one:
             raise Refused(f"this site has answered another request of the phase {one.phase}: refuse the round")
         request = self._request(one)
-        numbers = UpdateReader(self.trainer.algorithm, self.settings, self.seed).read(
-            self._trained(kept), int(self.trainer.federation.ids[0]), kept.round, kept.attempt
-        )
+        entry = self._summed(kept, request, one.content)
+        reader = UpdateReader(self.algorithm, self.settings, self.seed)
+        numbers = reader.read(self._trained(kept), self.agent, kept.round, kept.attempt)
         at = RoundId(f"{self.run}/{self.label}", kept.round, kept.attempt, kept.session)
         floor = max(self.policy.min_contributors, self.settings.min_contributors)
         shared = self._secrets(kept.terms)
@@ -156,7 +166,7 @@ class MaskedSite:
             kept = replace(kept, answered=(*kept.answered, one))
             write_atomically(self._folder / SESSION, written(kept))
             (self._folder / SESSION).chmod(PRIVATE)
-        return reply
+        return reply, entry
 
     def _check_alone(self, one: Answered) -> None:
         if isinstance(self._request(one), AloneRequest) and self.policy.min_contributors > 1:
@@ -180,16 +190,16 @@ class MaskedSite:
 
     def _trained(self, kept: KeptSession) -> TrainedRow:
         """Return what the agent has computed in this session's round."""
-        algorithm: Any = self.trainer.algorithm
-        down, agents = self.trainer.blank_down(), self.trainer.start()
-        _, up = algorithm.finish(down, agents, algorithm.begin(down, agents))
-        blank = {"down": down, "agents": agents, "up": up}
-        template = {f"{k}.{name}": value for k, state in blank.items() for name, value in state._asdict().items()}
-        labels, tensors = read_tensors(self._folder / UPDATE, template)
+        algorithm = self.algorithm
+        server, agents = algorithm.init(self.net, 1)
+        down = algorithm.broadcast(server, 1)
+        blank = down, agents, algorithm.finish(down, agents, algorithm.begin(down, agents))[1]
+        labels, tensors = read_tensors(self._folder / UPDATE, _named(blank))
         if labels.get("session") != str(kept.session):
             raise Refused("this site's update of the round is gone: begin the round again")
-        down, agents, up = (type(s)(*(tensors[f"{k}.{name}"] for name in s._fields)) for k, s in blank.items())
-        return TrainedRow(down, agents, up, torch.tensor([self.trainer.steps]))
+        found = iter(_named(blank))
+        down, agents, up = (type(state)(*(tensors[next(found)] for _ in state)) for state in blank)
+        return TrainedRow(down, agents, up, torch.tensor([self.steps]))
 
     def _kept(self) -> KeptSession | None:
         path = self._folder / SESSION
@@ -198,3 +208,9 @@ class MaskedSite:
     @property
     def _folder(self) -> Path:
         return self.home / "state" / self.run / self.label
+
+
+def _named(states: tuple[Any, Any, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a broadcast, an agent's state and an update, by name."""
+    pairs = zip(("down", "agents", "up"), states, strict=True)
+    return {f"{kind}.{name}": value for kind, state in pairs for name, value in state._asdict().items()}

@@ -24,7 +24,7 @@ from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC, load_trusted
 from waffle_fl.deploy.site import software
 from waffle_fl.deploy.site_data import NO_DROP
 from waffle_fl.deploy.site_store import Ledger
-from waffle_fl.engines.masked_checks import masking_problem
+from waffle_fl.engines.masked_checks import masking_problem, masks_updates
 from waffle_fl.errors import WaffleError, suggest
 from waffle_fl.experiment import round_settings
 from waffle_fl.folder_federation import check_undivided
@@ -80,6 +80,11 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError(f"scored works in simulations only, got {s.scored!r}: every site scores its own model")
     if problem := masking_problem(config.algorithm(), len(settings.members), round_settings(s)):
         raise WaffleError(problem)
+    if s.alice == ALL_ALICES and masks_updates(config.algorithm(), round_settings(s)):
+        raise WaffleError(
+            "privacy = masked needs one Alice per job: sums of the same updates with other weights, one for each Alice, "
+            "would give the server every update"
+        )
     if s.attack != NONE:
         raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")
     if s.final_model == "selected":

@@ -43,13 +43,14 @@ from waffle_fl.engines.flower.masked_messages import INTRODUCE, READ_BEFORE, Fir
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.masked_checks import masks_updates
-from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.mixed_outputs import models_in, tensors_in
 from waffle_fl.engines.noise_checks import check_noise
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, model_name, model_of, round_settings
 from waffle_fl.experiment.active_run import predictions
+from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
+from waffle_fl.models import FlatModel
 from waffle_fl.privacy.wire import read
 from waffle_fl.randomness import Draw, noise
 from waffle_fl.records import provenance, read_json, write_json
@@ -223,8 +224,8 @@ class RequestHandler:
         self.read: dict[str, str] = {}  # the sum that the server can read with the reply
 
     @cached_property
-    def trainer(self) -> SiteTrainer:
-        """The agent's trainer, made after the rules are checked."""
+    def _data_and_model(self) -> tuple[Federation, FlatModel]:
+        """The agent's data and the run's model, which the rules allow."""
         s = self.config.settings
         federation = self.site.data.federation(s, self.agent, self.fields["known"])
         model = model_of(s, federation, Runtime(), torch.device("cpu"))
@@ -235,6 +236,12 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
+        return federation, model
+
+    @cached_property
+    def trainer(self) -> SiteTrainer:
+        """The agent's trainer, made after the rules are checked."""
+        s, (federation, model) = self.config.settings, self._data_and_model
         try:
             check_noise(for_model(self.config.algorithm(), model.layers), model, federation, round_settings(s))
         except WaffleError as error:
@@ -317,9 +324,11 @@ class RequestHandler:
     @cached_property
     def masked(self) -> MaskedSite:
         """This site's side of the run's private rounds."""
-        s, site = self.config.settings, self.site
+        s, site, (federation, model) = self.config.settings, self.site, self._data_and_model
         where = site.folder, site.settings.name, site.policy, site.ledger, self.run, self.task.course, self.agent
-        return MaskedSite(*where, self.trainer, round_settings(s), s.seed)
+        steps = s.steps(len(federation.train[0]))
+        algorithm = for_model(self.config.algorithm(), model.layers)
+        return MaskedSite(*where, algorithm, model.init(s.seed), steps, round_settings(s), s.seed)
 
     def _first_of(self, payload: bytes) -> FirstRequest:
         try:
@@ -330,21 +339,17 @@ class RequestHandler:
     def _begin(self, first: FirstRequest, down: Any, agents: Any) -> bytes:
         """Train, and return the reply to the first phase of a private round."""
         question = self.questions["update"]
-        self.read = self.masked.summed(question, self.task.phase, first.request)
-
-        def train() -> TrainedRow:
-            up = self._trained(down, agents)
-            return TrainedRow(down, agents, up, torch.tensor([self.trainer.steps]))
-
-        return self.masked.begin(self.task, first, question, train)
+        reply, self.read = self.masked.begin(
+            self.task, first, question, lambda: (down, agents, self._trained(down, agents))
+        )
+        return reply
 
     def _go_on(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Return the reply to a later phase of a private round."""
         try:
-            reply, kept = self.masked.go_on(self.task, payload)
+            reply, self.read = self.masked.go_on(self.task, payload)
         except NotAlone as alone:
             return {"spent": str(alone)}, None
-        self.read = self.masked.summed(kept.question, self.task.phase, payload)
         return {}, reply
 
     def _train(self, down: Any, agents: Any) -> bytes:
