@@ -82,7 +82,7 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError(problem)
     if s.alice == ALL_ALICES and masks_updates(config.algorithm(), round_settings(s)):
         raise WaffleError(
-            "privacy = masked needs one Alice per job: sums of the same updates with other weights, one for each Alice, "
+            "privacy = masked needs one Alice per job: sums of the same updates with other weights, one per Alice, "
             "would give the server every update"
         )
     if s.attack != NONE:
