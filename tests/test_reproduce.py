@@ -325,7 +325,9 @@ def test_above_by_hand() -> None:
     better = cells(waffle=95, local_B=91)
     verdict = claims.above("x", better, ("B", "C"), ("waffle",), ("local", "fedavg"))
     assert verdict.holds
-    assert verdict.numbers.startswith("4 of 4; B: WAFFLE 95.00, Local 91.00, difference +4.00 ± 0.06, p = ")
+    assert verdict.numbers.startswith(
+        "4 of 4, 4 significantly; B: WAFFLE 95.00, Local 91.00, difference +4.00 ± 0.06, p = "
+    )
     assert not claims.above("x", cells(), ("B",), ("waffle",), ("local",)).holds
     assert claims.above("x", cells(waffle=95), ("A*",), ("waffle",), ("local",), by=5).holds
     assert not claims.above("x", cells(waffle=95), ("A*",), ("waffle",), ("local",), by=5.5).holds
