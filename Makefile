@@ -54,6 +54,8 @@ lint: $(READY)
 
 bench: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.cohorts
+	$(BIN)/python -m benchmarks.cluster
 
 # Strict: a broken link, a page that the navigation lacks, or a public name without a docstring fails.
 docs: $(READY)

@@ -139,6 +139,8 @@ def main() -> None:
         line = {"part": "cluster", **machine, **measure(given.rounds, given.turns, Path(folder))}
     given.out.write_text(json.dumps(line) + "\n")
     print(json.dumps(line, indent=2))
+    ratios = BARS["overhead"] / line["overhead"], line["scaling"] / BARS["scaling"]
+    print("smallest ratio over its bar:", round(min(ratios), 3))
 
 
 if __name__ == "__main__":

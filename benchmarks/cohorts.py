@@ -50,7 +50,6 @@ METHODS = {
 COHORT, SAMPLES, WARM, ROUNDS = 100, 32, 3, 11
 PEERS_OF = 1_000  # agents of the peers' part
 FLAT = 1.3  # largest cost of a round over the smallest, among the sizes
-SPARE_GIB = 2.0  # memory beside what the states need
 GIB = 1 << 30
 
 
@@ -213,6 +212,14 @@ def main() -> None:
         _write(given.out, lines)
     for line in lines.values():
         print(json.dumps(line))
+    print("smallest ratio over its bar:", smallest(list(lines.values())))
+
+
+def smallest(lines: list[dict[str, Any]]) -> float:
+    """Return the smallest of all ratios over their bars: rounds as long for all sizes, and no longer than the peers'."""
+    flat = [FLAT / line["seconds_ratio"] for line in lines if "seconds_ratio" in line]
+    faster = [ratio for line in lines for ratio in line.get("times_faster_than", {}).values()]
+    return round(min([*flat, *faster]), 3)
 
 
 def _with_load(line: dict[str, Any]) -> dict[str, Any]:

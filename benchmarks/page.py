@@ -40,7 +40,7 @@ def page() -> str:
     text = f"""# Speed
 
 ```sh
-make bench  # python -m benchmarks.cpu
+make bench  # python -m benchmarks.cpu, then benchmarks.cohorts and benchmarks.cluster
 ```
 
 ```text

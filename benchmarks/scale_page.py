@@ -65,8 +65,8 @@ state from the start. The files are sparse, so rows that were not written in the
 {table(heads, rows)}
 A round of any size takes at most 1.3 times as long as the shortest: by CPU time this {holds(cpu <= 1.3)} (at most
 {cpu:.2f}), by the wall clock it {holds(wall <= 1.3)} (at most {wall:.2f}; the load of the machine was {min(loads)} to
-{max(loads)} on two cores). The memory is at most {memory:.2f} GiB, the samples of MNIST included; the bar is 2 GiB more
-than the states take on disk.
+{max(loads)} on two cores). The memory of the process is at most {memory:.2f} GiB, with the samples of MNIST; the bar is
+2 GiB more than the states take on disk.
 """
     return text + _cohort_peers(next((line for line in found if line["part"] == "peers"), None))
 
