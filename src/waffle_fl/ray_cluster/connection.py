@@ -13,7 +13,8 @@ from waffle_fl.ray_cluster.worker import train_runs
 
 DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anyone unless the user asks for it
-    "RAY_raylet_start_wait_time_s": "120",  # 30 are too few on a machine that is busy
+    "RAY_raylet_start_wait_time_s": "120",  # on a busy machine a node needs longer than the usual 30 s to start
+    "RAY_agent_register_timeout_ms": "120000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what a later version does by default, with a warning until then
 }
 
