@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import tempfile
 import time
 from contextlib import ExitStack
@@ -49,11 +50,11 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
         runtime = Runtime(device="cpu", workers=2)
         if nodes:
             connection.require_ray()
-            head = {"num_cpus": 0, "include_dashboard": False}
+            head = {"num_cpus": 0, "include_dashboard": False, **free_ports()}
             cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
             stack.callback(cluster.shutdown)
             for _ in range(nodes):
-                cluster.add_node(num_cpus=1)
+                cluster.add_node(num_cpus=1, **free_ports())
             cluster.wait_for_nodes()
             runtime = Runtime(device="cpu", workers=1, on="ray", address=cluster.address)
             connection.connect(cluster.address)
@@ -64,6 +65,16 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
             results = execute(plan(experiment, folder / f"turn-{turn}"), runtime, Listener())
             assert all(result["status"] == "finished" for result in results)
             pipe.send((time.perf_counter() - before, cpu_seconds(os.getpid()) - cpu))
+
+
+def free_ports() -> dict[str, int]:
+    """Return ports of the agents of a node. A busy node that chooses them itself gives up after 30 s."""
+    names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in names]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
 
 
 def cpu_seconds(root: int) -> float:

@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def smallest(lines: list[dict[str, Any]]) -> float:
-    """Return the smallest of all ratios over their bars: rounds as long for all sizes, and no longer than the peers'."""
+    """Return the smallest ratio over its bar: rounds as long for all sizes, and no longer than those of the peers."""
     flat = [FLAT / line["seconds_ratio"] for line in lines if "seconds_ratio" in line]
     faster = [ratio for line in lines for ratio in line.get("times_faster_than", {}).values()]
     return round(min([*flat, *faster]), 3)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cluster import free_ports
 from cli_support import strict, toml, waffle
 from records_support import bits
 from test_ray_cluster import CPU, Recorder, grid
@@ -32,9 +33,9 @@ class Nodes:
     def __init__(self) -> None:
         connection.require_ray()
         self.cluster: Any = import_module("ray.cluster_utils").Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **free_ports()}
         )
-        self.others = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
+        self.others = [self.cluster.add_node(num_cpus=1, **free_ports()) for _ in range(2)]
         self.cluster.wait_for_nodes()
 
     @property
@@ -46,7 +47,7 @@ class Nodes:
 
     def restore(self) -> None:
         while len(self.others) < 2:
-            self.others.append(self.cluster.add_node(num_cpus=1))
+            self.others.append(self.cluster.add_node(num_cpus=1, **free_ports()))
         self.cluster.wait_for_nodes()
 
 

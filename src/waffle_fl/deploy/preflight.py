@@ -76,6 +76,8 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError("leave_out works in simulations only: remove sites from server.toml instead")
     if s.newcomers:
         raise WaffleError("newcomers works in simulations only: remove it; a site that joins later starts a new run")
+    if s.states != "memory":
+        raise WaffleError(f"states works in simulations only, got {s.states!r}: every site keeps its own state")
     if s.scored != "alice":
         raise WaffleError(f"scored works in simulations only, got {s.scored!r}: every site scores its own model")
     if problem := masking_problem(config.algorithm(), len(settings.members), round_settings(s)):
