@@ -6,7 +6,7 @@ docs/privacy-accuracy.md are written.
 
 Per data set and epsilon all methods have equally many trials, scored on a quarter of the training rows: pairs of lr
 and clip norm, then four values of one more option, with the best pair. The result is trained on all training rows with
-the chosen values, and scored once on test rows. A score is the mean accuracy of the Alices' models after the last round.
+the chosen values, and scored once on test rows. A score is the mean accuracy of the Alices' models in the last round.
 """
 
 from __future__ import annotations

@@ -84,7 +84,10 @@ def test_noise_is_secret_and_bound_to_the_question(tmp_path: Path) -> None:
 
 
 def test_a_site_whose_budget_is_spent_drops_out(tmp_path: Path) -> None:
-    """Its last rounds are dropouts, the run goes on without it, and nothing of it leaves any more."""
+    """Its last rounds are dropouts, the run goes on without it, and nothing of it leaves any more.
+
+    Every request is answered by a site that has just started from its files.
+    """
     folder, budget = federation(tmp_path / "fed", ("a", "b", "c")), epsilon_of([ROUND] * 2, 1e-3) + 0.01
     change(folder / "sites" / "b" / "site.toml", epsilon=budget, delta=1e-3)
     run_job(folder, config(4), tmp_path / "run")
