@@ -16,13 +16,14 @@ from paper.markdown import table
 
 from benchmarks.doc_tables import write_between
 from waffle_fl.algorithms import TITLES
-from waffle_fl.report.charts import COLORS, inline, to_svg
+from waffle_fl.report.charts import inline, to_svg
 from waffle_fl.tournament.record import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "results" / "privacy-accuracy.jsonl"
 PAGE, FIGURE = ROOT / "docs" / "privacy-accuracy.md", ROOT / "docs" / "figures" / "privacy-accuracy.svg"
 METHODS = ("local", "fedavg", "waffle", "mr-mtl")
+COLOURS = ("#8c8c8c", "#4c78a8", "#d1495b", "#3a7d44")  # of the methods
 NAMES = {"heart-disease": "Heart Disease", "har": "HAR", "mnist": "MNIST B"}
 WITHOUT = "none"  # the epsilon of runs without noise
 
@@ -87,13 +88,11 @@ def figure(record: Sequence[Line]) -> Any:
             x=alt.X(
                 "epsilon:N", sort=order, title="epsilon", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.5)
             ),
-            color=alt.Color(
-                "method:N", title=None, sort=titles, scale=alt.Scale(domain=titles, range=[COLORS[t] for t in titles])
-            ),
-            xOffset=alt.XOffset("method:N", sort=titles, scale=alt.Scale(range=[-9, 9])),
+            color=alt.Color("method:N", title=None, sort=titles, scale=alt.Scale(domain=titles, range=[*COLOURS])),
+            xOffset=alt.XOffset("method:N", sort=titles, scale=alt.Scale(range=[2, 20])),
         )
         y = alt.Y("mean:Q", title="accuracy in percent" if not panels else None, scale=alt.Scale(zero=False))
-        bars = base.mark_rule(opacity=0.6).encode(y=alt.Y("low:Q", scale=alt.Scale(zero=False)), y2="high:Q")
+        bars = base.mark_rule(strokeWidth=1).encode(y=alt.Y("low:Q", scale=alt.Scale(zero=False)), y2="high:Q")
         lines = base.mark_line(point=True, strokeWidth=2).encode(y=y)
         panels.append(bars + lines)
     return styled(alt.hconcat(*panels))

@@ -183,7 +183,7 @@ def test_a_step_is_the_noised_sum_over_the_expected_batch_size() -> None:
     torch.testing.assert_close(found, vector, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "waffle", "ditto", "local"])
+@pytest.mark.parametrize("method", ["fedavg", "waffle", "ditto", "mr-mtl", "local"])
 def test_both_engines_agree(method: str) -> None:
     """The fast engine and the readable one draw the same samples and the same noise."""
     fast, loop = (trained(ALGORITHMS[method](sgd=SGD(0.1)), federation(), engine=engine) for engine in ("fast", "loop"))

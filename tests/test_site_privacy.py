@@ -84,7 +84,10 @@ def test_noise_is_secret_and_bound_to_the_question(tmp_path: Path) -> None:
 
 
 def test_a_site_whose_budget_is_spent_drops_out(tmp_path: Path) -> None:
-    """Its last rounds are dropouts, the run goes on without it, and nothing of it leaves any more."""
+    """Its last rounds are dropouts, the run goes on without it, and nothing of it leaves any more.
+
+    Every request is answered by a site that has just started from its files.
+    """
     folder, budget = federation(tmp_path / "fed", ("a", "b", "c")), epsilon_of([ROUND] * 2, 1e-3) + 0.01
     change(folder / "sites" / "b" / "site.toml", epsilon=budget, delta=1e-3)
     run_job(folder, config(4), tmp_path / "run")
@@ -96,6 +99,20 @@ def test_a_site_whose_budget_is_spent_drops_out(tmp_path: Path) -> None:
     assert len(releases(folder, "c")) == 4
     run_job(folder, config(1, seed=2), tmp_path / "next")  # another run has no budget either
     assert "agent 1" in bits(tmp_path / "next")[1][0]["screened"]
+
+
+def test_a_masked_site_whose_budget_is_spent_drops_out(tmp_path: Path) -> None:
+    """A masked round in five phases is charged once; the round without the site has a sum of the others."""
+    names = ("a", "b", "c", "d", "e")
+    folder = federation(tmp_path / "fed", names)
+    budget = epsilon_of([ROUND] * 2, 1e-3) + 0.01
+    change(folder / "sites" / "b" / "site.toml", epsilon=budget, delta=1e-3)
+    given = {"agents": 5, "privacy": "masked+dp", "epsilon": 50.0}
+    run_job(folder, config(4, **given), tmp_path / "run")
+    _, rounds, result = bits(tmp_path / "run")
+    assert result["status"] == "finished"
+    assert [len(releases(folder, name)) for name in names] == [4, 2, 4, 4, 4]
+    assert ["agent 1" in line.get("screened", {}) for line in rounds] == [False, False, True, True]
 
 
 def test_the_run_ends_when_alice_s_budget_is_spent(tmp_path: Path) -> None:
