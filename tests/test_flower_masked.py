@@ -301,7 +301,7 @@ def test_a_site_that_lies_about_its_mask_is_noticed(folder: Path, tmp_path: Path
     ],
 )
 def test_malformed_replies_are_dropouts(phase: str, payload: bytes, folder: Path, tmp_path: Path) -> None:
-    """A reply that an honest site would not send is not used, and harms nobody else."""
+    """A reply that an honest site would not send is not used, and harms no other agent."""
 
     def lie(name: str, request: Message, reply: Message) -> Message:
         if name == "d" and phase_of(request) == phase:
@@ -357,7 +357,7 @@ def test_floors_of_sites(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_floor_of_alice_ends_the_run_before_she_is_alone(folder: Path, tmp_path: Path) -> None:
-    """Alice's site does not send an update that nobody hides; the model of the last round is the result."""
+    """Alice's site does not send an update that no other one hides; the model of the last round is the result."""
     change(folder / "sites" / "a" / "site.toml", min_contributors=1.5)
     run = config(6, options={"omega": "constant(1)", "psi": "step(0.4)"})
     grid = Grid(folder)
@@ -370,7 +370,7 @@ def test_a_floor_of_alice_ends_the_run_before_she_is_alone(folder: Path, tmp_pat
     assert any("the run ends with the model of the last round" in str(line["said"]) for line in ledger_of(folder, "a"))
 
 
-def test_once_alice_holds_all_weight_nobody_else_sends(folder: Path, tmp_path: Path) -> None:
+def test_once_alice_holds_all_weight_no_other_site_sends(folder: Path, tmp_path: Path) -> None:
     """Then only Alice gets requests, and only she sends an update."""
     grid = Grid(folder)
     run_job(folder, RUNS["alone at the end"], tmp_path / "run", grid)

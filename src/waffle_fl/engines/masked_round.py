@@ -276,7 +276,7 @@ class MaskedRound:
         self.phase, self._requests = "reveal", dict.fromkeys(self._opened.agents, UnmaskRequest(announced, reveal))
 
     def _apply_alone(self, reply: AloneReply) -> None:
-        """Take Alice's own numbers as the sums; nobody else has taken part."""
+        """Take Alice's own numbers as the sums; no other agent has taken part."""
         self._note(self._alice, reply.code)
         now = self._admitted.now
         is_alice = torch.arange(len(now.samples), device=now.samples.device) == now.alice
