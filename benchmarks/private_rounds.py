@@ -46,8 +46,8 @@ from waffle_fl.privacy.sketch import compress
 SERIAL = Runtime(workers=1)
 KINDS = ("cost", "error", "runs", "attacks")
 AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
-COSTS = [("lenet5", "mnist", method, *pair, 8) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
-COSTS += [("dla", "cifar10", "waffle", agents, 64, 3) for agents in (4, 10)]  # the last number: rounds
+COSTS = [("lenet5", "mnist", method, *pair, 6) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
+COSTS += [("dla", "cifar10", "waffle", 4, 32, 4)]  # the last number: rounds
 NOISE = 2 * (2 / 3) ** 0.5  # largest difference of accuracies, in standard deviations of the seeds
 NUMBERS = 20_000  # of an update in `weight_error`
 SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)

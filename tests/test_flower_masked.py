@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,12 @@ from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.preflight import check_deployable, findings
 from waffle_fl.deploy.server_app import JobRunner
 from waffle_fl.deploy.settings_files import change, read_server
+from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import Site
 from waffle_fl.engines import masked_parts, masked_round
 from waffle_fl.engines.flower import masked_server_run
 from waffle_fl.engines.flower.masked_messages import FirstRequest
-from waffle_fl.engines.flower.messages import Message
+from waffle_fl.engines.flower.messages import Message, packed, unpacked
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy.messages import MaskedSums
 from waffle_fl.privacy.phases import REPLIES, REQUESTS, OpenReply, Revealed, SketchReply, SumReply, SumRequest
@@ -459,3 +461,24 @@ def test_the_server_of_a_masked_run_has_no_way_to_read_an_update() -> None:
     private = {"waffle_fl.privacy.agent", "waffle_fl.privacy.keys", "waffle_fl.privacy.masks"}
     assert not names & {*private, "waffle_fl.engines.masked_agent", "waffle_fl.update_encoding"}
     assert "collector" not in masked_server_run.MaskedServerRun.__dataclass_fields__
+
+
+def test_a_server_that_tells_sites_other_things_reads_nothing(folder: Path, tmp_path: Path) -> None:
+    """Masks are bound to settings and model: the update of one site is not found where those of the others are zero."""
+
+    class Lying(Grid):
+        def push_messages(self, messages: Any) -> list[str]:
+            return super().push_messages([self.changed(message) for message in messages])
+
+        def changed(self, message: Any) -> Any:
+            name, request = list(self.sites)[message.metadata.dst_node_id - 1], unpacked(message.content, 1 << 30)
+            if name == "b" or phase_of(request) != "open":
+                return message
+            config = json.loads(json.dumps(request.fields["config"]))
+            config["settings"]["lr"] = 1e-9
+            key = load_operator_key(folder / "keys" / OPERATOR_KEY)
+            lie = sign(Message({**request.fields, "config": config}, request.payloads), key, name)
+            return SimpleNamespace(metadata=message.metadata, content=packed(lie))
+
+    with pytest.raises(WaffleError, match="round 1 was rejected 3 times"):
+        run_job(folder, config(1), tmp_path / "run", Lying(folder))
