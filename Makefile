@@ -9,7 +9,7 @@ LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --unive
   --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
   --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower demo-private test test-deployment test-docs test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
+.PHONY: demo demo-flower demo-private test test-cluster test-deployment test-docs test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
@@ -38,6 +38,10 @@ test-docs: $(READY)
 # A server and three sites as real processes: the simulator's bits, the operator's tasks, attacks on the open port.
 test-deployment: $(READY)
 	$(BIN)/pytest -m "deployment and not flower" tests/test_flower_running.py
+
+# Three nodes of a Ray cluster: a node killed, Ctrl-C, every command that trains there.
+test-cluster: $(READY)
+	$(BIN)/pytest -m cluster tests/test_ray_nodes.py
 
 # What is locked can be installed from the package index; minutes that a change of the code does not need.
 test-release: $(READY)

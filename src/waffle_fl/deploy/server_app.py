@@ -316,7 +316,7 @@ class JobRunner:
                 "run": self.job.run,
                 "tls": not self.settings.insecure,
             },
-            **privacy_of([facts.samples[site] for site in self.sites], range(len(self.sites)), s),
+            **privacy_of([facts.samples[site] for site in self.sites], range(len(self.sites)), s, noise="secret"),
             notes=[],
         )
 

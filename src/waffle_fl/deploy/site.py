@@ -31,7 +31,7 @@ from waffle_fl.deploy.introductions import introduction_of
 from waffle_fl.deploy.masked_site import MaskedSite, NotAlone, ReadBefore
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.privacy_budget import PrivacyBudget, Spent
-from waffle_fl.deploy.settings_files import data_of, make_private, read_site
+from waffle_fl.deploy.settings_files import data_of, make_private, read_site, secret_of
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
 from waffle_fl.deploy.site_arrays import FEWEST
 from waffle_fl.deploy.site_data import SiteData
@@ -45,6 +45,7 @@ from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.masked_checks import masks_updates
 from waffle_fl.engines.mixed_outputs import models_in, tensors_in
 from waffle_fl.engines.noise_checks import check_noise
+from waffle_fl.engines.private_gradients import privacy_of
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, model_name, model_of, round_settings
 from waffle_fl.experiment.active_run import predictions
@@ -59,6 +60,7 @@ from waffle_fl.update_encoding import LONGEST_REASON, Header, seal
 from waffle_fl.versions import RESULTS_VERSION, WIRE_VERSION
 
 log = logging.getLogger("waffle_fl")
+DIGEST_SECRET = "digest.secret"  # key of the hash of the data: without it, a guessed row could be confirmed
 NO_MODELS = ("c",)  # broadcast fields with the shape of a model that are not models: SCAFFOLD's control variate
 
 
@@ -147,7 +149,7 @@ class Site:
         if "stage" in fields:
             return self._answer_survey(run, agent, config.settings, fields["stage"], fields["known"], nonce)
         questions = self._check_surveys(self.data.questions(config.settings))
-        if self.data.digest(config.settings, agent, run) != fields["digest"]:
+        if self._digest(config.settings, agent, run) != fields["digest"]:
             raise Refused("this site's data has changed since the run began")
         tasks = [Request.from_json(content) for content in fields["tasks"]]
         if len({task.course for task in tasks}) < len(tasks):
@@ -187,9 +189,14 @@ class Site:
         self.data.check_names(s)
         questions = self._check_surveys(self.data.questions(s, stage, known))
         answer = self.data.answer_survey(s, agent, stage, known)
-        reply = Message({**answer, "digest": self.data.digest(s, agent, run)})
+        reply = Message({**answer, "digest": self._digest(s, agent, run)})
         self.ledger.note(run=run, nonce=nonce, stage=stage, asked=questions, said=reply.fields)
         return reply
+
+    def _digest(self, s: Settings, agent: int, run: str) -> str:
+        """Return a hash of the data under a key that only this site knows, another one in every run."""
+        secret = secret_of(self.folder / DIGEST_SECRET)
+        return self.data.digest(s, agent, hashlib.blake2b(run.encode(), key=secret, digest_size=32).digest())
 
     def _introduce(self, run: str, agent: int, nonce: str) -> Message:
         """Return this site's signed public key for the private rounds of a job."""
@@ -361,7 +368,8 @@ class RequestHandler:
     def _trained(self, down: Any, agents: Any) -> Any:
         """Return the update, if it may leave, and store the agent's new state."""
         task = self.task
-        self._check_exposed(down, agents)
+        if not self.site.policy.epsilon:  # the check reads rows without noise, and a refusal would reveal its result
+            self._check_exposed(down, agents)
         after, up = self.trainer.train(down, agents, task.round, task.attempt, self._draws())
         up = self.site.policy.let_update_out(up)
         if after._fields:
@@ -376,7 +384,8 @@ class RequestHandler:
         if not round_settings(s).adds_noise:
             return noise
         budget = PrivacyBudget.at(site.folder, site.ledger, site.policy, self.config, self.run, self.task.course)
-        question = f"{self.questions['update']}/{self.fields['digest']}"  # other data must not get the same noise
+        # Other data, or other arithmetic, must not get the same noise.
+        question = f"{self.questions['update']}/{self.trainer.federation.digest()}/{software()}"
         self.released = budget.charge(question, len(self.trainer.federation.train[0]), self.agent)
         return budget.draws_for(question)
 
@@ -420,6 +429,7 @@ class RequestHandler:
             parameters=trainer.model.size,
             test_samples=len(f.test[0]),
             statistics="",
+            **privacy_of([len(f.train[0])], [self.agent], round_settings(s), noise="secret"),
             notes=[],
         )
         write_json(folder / "config.json", self.config.to_json())
