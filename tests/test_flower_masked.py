@@ -23,6 +23,7 @@ from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import privacy_budget
 from waffle_fl.deploy.introductions import PEERS
 from waffle_fl.deploy.jobs import Job
+from waffle_fl.deploy.overview import lines_of, overview
 from waffle_fl.deploy.preflight import check_deployable, findings
 from waffle_fl.deploy.server_app import JobRunner
 from waffle_fl.deploy.settings_files import change, read_server
@@ -117,6 +118,13 @@ def test_another_alice_gets_no_sum_of_the_same_updates(folder: Path, tmp_path: P
         run_job(folder, config(1, alice=alice), out, grid)
         attempts = [r.fields["tasks"][0]["attempt"] for n, r in grid.requests if n == "b" and phase_of(r) == "open"]
         assert attempts == ([0] if alice == "0" else [0, 1])
+
+
+def test_the_status_has_the_effective_contributors(folder: Path, tmp_path: Path) -> None:
+    """`waffle deploy status` shows the effective number of contributors of a masked job's last round."""
+    run_job(folder, config(1), tmp_path / "run")
+    line = f"  effective contributors for a: {bits(tmp_path / 'run')[1][0]['contributors']:.2f}"
+    assert line in [*lines_of(overview(folder))]
 
 
 def test_masks_and_noise(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
