@@ -8,7 +8,8 @@ error    L1 error of WAFFLE's weights by the size of the sketch, for distances b
 runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds. Accuracy
          should differ by at most 1.63 sd: twice the standard error of a difference of two means of three seeds. The
          mean error of the weights should be at most 0.02 where q is at most 0.8. Both were stated before the runs.
-attacks  accuracy under attack without and with the guard, in the clear and masked; the attackers follow the protocol
+attacks  accuracy under attack without and with the guard, in the clear and masked; the attackers follow the protocol,
+         or in the last column sketch, and report the lengths of, the update that they would have sent honestly
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import mean, median, stdev
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from waffle_fl.algorithms import Net, Round
 from waffle_fl.algorithms.contract import Seen
@@ -30,8 +33,11 @@ from waffle_fl.algorithms.waffle import Waffle
 from waffle_fl.attacks import tamper_of
 from waffle_fl.config import check_run
 from waffle_fl.engines.aggregation import registered
+from waffle_fl.engines.masked_agent import UpdateNumbers, UpdateReader
+from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.engines.simulate import simulate
+from waffle_fl.engines.tree import rows_of, tree_map
 from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
 from waffle_fl.experiment.factories import round_settings, simulation_options
 from waffle_fl.privacy.masks import derive
@@ -40,11 +46,13 @@ from waffle_fl.privacy.sketch import compress
 SERIAL = Runtime(workers=1)
 KINDS = ("cost", "error", "runs", "attacks")
 AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
-COSTS = [("lenet5", "mnist", method, *pair, 8) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
-COSTS += [("dla", "cifar10", "waffle", agents, 64, 3) for agents in (4, 10)]  # the last number: rounds
+COSTS = [("lenet5", "mnist", method, *pair, 6) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
+COSTS += [("dla", "cifar10", "waffle", 4, 32, 4)]  # the last number: rounds
 NOISE = 2 * (2 / 3) ** 0.5  # largest difference of accuracies, in standard deviations of the seeds
 NUMBERS = 20_000  # of an update in `weight_error`
 SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
+AGENTS_UNDER_ATTACK = 10
+HONEST: dict[int, Any] = {}  # by agent: the update that an attacker would have sent
 ATTACKS = ("sign-flip(3)", "free-rider", "mimic", "far(100)", "alie(1.5)")
 DIGITS = {"data": "digits", "split": "A", "rounds": 12, "attackers": 3}
 HEART = {"data": "heart-disease", "target": "disease", "rounds": 40, "batch_size": 16, "lr": 0.02}
@@ -74,8 +82,14 @@ def rounds_of(method: str, runtime: Runtime = SERIAL, **settings: Any) -> tuple[
     s = config.settings
     federation = federation_of(s, "", False)
     model = model_of(s, federation, runtime, device_of("cpu"))
-    tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
-    spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
+    poison = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
+
+    def tamper(up: Any, r: int) -> Any:
+        HONEST.update((i, rows_of(up, slice(i, i + 1))) for i in range(len(up.dy)))
+        HONEST.update((i, tree_map(Tensor.clone, one)) for i, one in HONEST.items())
+        return poison(up, r) if poison else up
+
+    spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper if poison else None)
     stream = simulate([spec], model, **simulation_options(s, runtime))
     return (dict(outcomes[0].measured) for outcomes in stream), 4 * (model.size + model.stats_size)
 
@@ -189,7 +203,22 @@ def attacked(method: str, attack: str) -> dict[str, Any]:
         lines = trained(method, **DIGITS, attack=attack, privacy=p, guard=guard)
         name = f"{'masked' if p == 'masked' else 'clear'}{'_guard' if guard == 'standard' else ''}"
         found[name] = round(100 * mean(line["accuracy"] for line in lines[-3:]), 2)
+    with patch("waffle_fl.engines.masked.UpdateReader", LyingReader):
+        lines = trained(method, **DIGITS, attack=attack, privacy="masked", guard="standard")
+    found["masked_guard_lying"] = round(100 * mean(line["accuracy"] for line in lines[-3:]), 2)
     return {"kind": "attacks", "method": method, "attack": attack, **found}
+
+
+class LyingReader(UpdateReader):
+    """Reads an attacker's sums from its poisoned update, and all that the guard sees from its honest one."""
+
+    def read(self, trained: TrainedRow, ident: int, r: int, attempt: int) -> UpdateNumbers:
+        """Return the numbers of an agent; attackers are the last ones."""
+        sent = super().read(trained, ident, r, attempt)
+        if ident < AGENTS_UNDER_ATTACK - DIGITS["attackers"]:
+            return sent
+        honest = super().read(trained._replace(up=HONEST[ident]), ident, r, attempt)
+        return honest._replace(summed=sent.summed) if sent.code == 0 else sent
 
 
 def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
@@ -213,7 +242,8 @@ def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
         rows = [[q, *(f"{line['error']:.3f}" for line in found if line["spread"] == q)] for q in SPREADS]
     elif kind == "attacks":
         head = ["method", "attack", "no guard, clear", "no guard, masked", "guard, clear", "guard, masked"]
-        keys = ("method", "attack", "clear", "masked", "clear_guard", "masked_guard")
+        head += ["guard, masked, attackers lie"]
+        keys = ("method", "attack", "clear", "masked", "clear_guard", "masked_guard", "masked_guard_lying")
         rows = [[line[key] for key in keys] for line in found]
     else:
         head = ["data", "clear", "masked", "sd of the seeds", "within seed noise", "q"]

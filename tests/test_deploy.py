@@ -167,6 +167,20 @@ def test_the_demo_replaces_only_an_earlier_demo(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "demo" / "federation" / "server.toml").exists()
 
 
+def test_peers_prints_a_line_per_site(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines of peers.pub are names and public keys; a missing key is named in one line."""
+    for name in read_server(folder).sites:
+        membership.join(folder / "sites" / name)
+        membership.accept_key(folder, name, folder / "sites" / name / "node.pub")
+    assert _run(["deploy", "peers", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    for line, name in zip(lines, read_server(folder).sites, strict=True):
+        assert line == f"{name} {(folder / 'keys' / f'{name}.pub').read_text().strip()}"
+    (folder / "keys" / f"{name}.pub").unlink()
+    assert _run(["deploy", "peers", str(folder)]) == 2
+    assert f"lacks {name}.pub" in capsys.readouterr().err
+
+
 def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A deployment rejects an attack, which works in simulations only, and makes no job."""
     out = ["--folder", str(folder), "--out", str(tmp_path / "run")]

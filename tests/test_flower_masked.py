@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,16 @@ from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import privacy_budget
 from waffle_fl.deploy.introductions import PEERS
 from waffle_fl.deploy.jobs import Job
+from waffle_fl.deploy.overview import lines_of, overview
 from waffle_fl.deploy.preflight import check_deployable, findings
 from waffle_fl.deploy.server_app import JobRunner
 from waffle_fl.deploy.settings_files import change, read_server
+from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import Site
 from waffle_fl.engines import masked_parts, masked_round
 from waffle_fl.engines.flower import masked_server_run
 from waffle_fl.engines.flower.masked_messages import FirstRequest
-from waffle_fl.engines.flower.messages import Message
+from waffle_fl.engines.flower.messages import Message, packed, unpacked
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy.messages import MaskedSums
 from waffle_fl.privacy.phases import REPLIES, REQUESTS, OpenReply, Revealed, SketchReply, SumReply, SumRequest
@@ -117,6 +120,13 @@ def test_another_alice_gets_no_sum_of_the_same_updates(folder: Path, tmp_path: P
         assert attempts == ([0] if alice == "0" else [0, 1])
 
 
+def test_the_status_has_the_effective_contributors(folder: Path, tmp_path: Path) -> None:
+    """`waffle deploy status` shows the effective number of contributors of a masked job's last round."""
+    run_job(folder, config(1), tmp_path / "run")
+    line = f"  effective contributors for a: {bits(tmp_path / 'run')[1][0]['contributors']:.2f}"
+    assert line in [*lines_of(overview(folder))]
+
+
 def test_masks_and_noise(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the simulator's noise, masked and noised runs have its bits; each site is charged once per round."""
     pytest.importorskip("dp_accounting")
@@ -185,12 +195,14 @@ def test_the_same_update_twice_gives_unrelated_messages(folder: Path, tmp_path: 
     assert "first" in error  # a sum before the shares
 
 
+@pytest.mark.parametrize("agents", [4, 5])
 @pytest.mark.parametrize("phase", ["open", "compare", "sum", "reveal"])
 def test_a_site_may_drop_out_in_any_phase(
-    phase: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, agents: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of five sites may not reply: the round goes on without it, and afterwards it takes part again."""
+    """One of four or five sites may not reply: the round goes on without it, and afterwards it takes part again."""
     without_waiting(monkeypatch)
+    folder = federation(tmp_path / "federation", SITES[:agents], deadline=5.0, grace=5.0, retries=1)
     lost = []
 
     def lose(name: str, request: Message, reply: Message) -> Message | None:
@@ -199,7 +211,7 @@ def test_a_site_may_drop_out_in_any_phase(
             return None
         return reply
 
-    run_job(folder, config(2), tmp_path / "run", Grid(folder, lose))
+    run_job(folder, config(2, agents=agents), tmp_path / "run", Grid(folder, lose))
     _, rounds, result = bits(tmp_path / "run")
     assert result["status"] == "finished"
     assert rounds[0].get("screened", {}) == ({} if phase == "reveal" else {"agent 2": "absent"})
@@ -301,7 +313,7 @@ def test_a_site_that_lies_about_its_mask_is_noticed(folder: Path, tmp_path: Path
     ],
 )
 def test_malformed_replies_are_dropouts(phase: str, payload: bytes, folder: Path, tmp_path: Path) -> None:
-    """A reply that an honest site would not send is not used, and harms nobody else."""
+    """A reply that an honest site would not send is not used, and harms no other agent."""
 
     def lie(name: str, request: Message, reply: Message) -> Message:
         if name == "d" and phase_of(request) == phase:
@@ -357,7 +369,7 @@ def test_floors_of_sites(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_floor_of_alice_ends_the_run_before_she_is_alone(folder: Path, tmp_path: Path) -> None:
-    """Alice's site does not send an update that nobody hides; the model of the last round is the result."""
+    """Alice's site does not send an update that no other one hides; the model of the last round is the result."""
     change(folder / "sites" / "a" / "site.toml", min_contributors=1.5)
     run = config(6, options={"omega": "constant(1)", "psi": "step(0.4)"})
     grid = Grid(folder)
@@ -370,7 +382,7 @@ def test_a_floor_of_alice_ends_the_run_before_she_is_alone(folder: Path, tmp_pat
     assert any("the run ends with the model of the last round" in str(line["said"]) for line in ledger_of(folder, "a"))
 
 
-def test_once_alice_holds_all_weight_nobody_else_sends(folder: Path, tmp_path: Path) -> None:
+def test_once_alice_holds_all_weight_no_other_site_sends(folder: Path, tmp_path: Path) -> None:
     """Then only Alice gets requests, and only she sends an update."""
     grid = Grid(folder)
     run_job(folder, RUNS["alone at the end"], tmp_path / "run", grid)
@@ -459,3 +471,24 @@ def test_the_server_of_a_masked_run_has_no_way_to_read_an_update() -> None:
     private = {"waffle_fl.privacy.agent", "waffle_fl.privacy.keys", "waffle_fl.privacy.masks"}
     assert not names & {*private, "waffle_fl.engines.masked_agent", "waffle_fl.update_encoding"}
     assert "collector" not in masked_server_run.MaskedServerRun.__dataclass_fields__
+
+
+def test_a_server_that_tells_sites_other_things_reads_nothing(folder: Path, tmp_path: Path) -> None:
+    """Masks are bound to settings and model: the update of one site is not found where those of the others are zero."""
+
+    class Lying(Grid):
+        def push_messages(self, messages: Any) -> list[str]:
+            return super().push_messages([self.changed(message) for message in messages])
+
+        def changed(self, message: Any) -> Any:
+            name, request = list(self.sites)[message.metadata.dst_node_id - 1], unpacked(message.content, 1 << 30)
+            if name == "b" or phase_of(request) != "open":
+                return message
+            config = json.loads(json.dumps(request.fields["config"]))
+            config["settings"]["lr"] = 1e-9
+            key = load_operator_key(folder / "keys" / OPERATOR_KEY)
+            lie = sign(Message({**request.fields, "config": config}, request.payloads), key, name)
+            return SimpleNamespace(metadata=message.metadata, content=packed(lie))
+
+    with pytest.raises(WaffleError, match="round 1 was rejected 3 times"):
+        run_job(folder, config(1), tmp_path / "run", Lying(folder))

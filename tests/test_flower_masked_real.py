@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,22 @@ def test_one_of_four_sites_may_stay_away(tmp_path: Path) -> None:
     assert result["status"] == "finished"
     assert rounds[-1]["screened"] == {"agent 3": "absent"}
     assert rounds[-1]["weights"][3] == 0
+
+
+@pytest.mark.flower
+def test_the_demonstration_compares_a_masked_run_with_the_clear_one(tmp_path: Path) -> None:
+    """It ends with one line: weights, accuracy and bytes of both runs, which are bit-equal to their simulations."""
+    command = [sys.executable, "-m", "waffle_fl", "deploy", "demo", "--masked", "--out", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    *_, clear, masked, last = done.stdout.splitlines()
+    for name, line in (("clear", clear), ("masked", masked)):
+        assert re.fullmatch(rf"{name}: seconds per round: [\d., ]+; bit-equal to the simulation", line), line
+    found = re.fullmatch(
+        r"masked beside clear: weights differ by at most (0\.\d+) \(L1\), accuracy ([\d.]+) and ([\d.]+) %, "
+        r"[\d.]+ and [\d.]+ KB per site and round \(ratio [\d.]+\)",
+        last,
+    )
+    assert found is not None, last
+    assert float(found[1]) < 0.1
+    assert abs(float(found[2]) - float(found[3])) < 3

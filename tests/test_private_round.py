@@ -48,6 +48,19 @@ def test_sums_are_exact_with_dropouts(absent: Collection[int], silent: Collectio
     assert one.server.liars == []
 
 
+@pytest.mark.parametrize(("absent", "silent", "gone"), [((1,), (), ()), ((), (1,), ()), ((), (), (1,))])
+def test_one_of_four_agents_may_drop_out(
+    absent: Collection[int], silent: Collection[int], gone: Collection[int]
+) -> None:
+    """Four agents are the fewest; one of them may be missing in any phase, and two may not."""
+    one, rows = PrivateRound(4), rows_of(4, LENGTH)
+    one.open(LENGTH, absent)
+    weights = dict.fromkeys(set(range(4)) - set(absent), 0.25)
+    announced = one.contribute(rows, weights, silent)
+    np.testing.assert_array_equal(one.unmask(announced, gone), words_of(rows, weights, weights.keys() - set(silent)))
+    assert "expected 3 agents" in refusal(PrivateRound(4).open, LENGTH, (1, 2))
+
+
 def test_below_the_threshold_nothing_is_read() -> None:
     """With four of ten agents gone a round is rejected, at its start and at its end."""
     one = PrivateRound(AGENTS)

@@ -42,7 +42,7 @@ def set_up(folder: Path) -> tuple[dict[str, RunConfig], tuple[str, ...]]:
 
 
 def set_up_masked(folder: Path) -> tuple[dict[str, RunConfig], tuple[str, ...]]:
-    """Return (a run in the clear and the same with masks, their sites), with a network of 8,970 parameters."""
+    """Return (a run in the clear and the same with masks, their sites), with a network of 4,810 parameters."""
     _clear(folder)
     prepare(folder / "federation", SHARES, "digits")
     common = {"data": "digits", "split": "C", "agents": 4, "model": "mlp", "rounds": ROUNDS, "guard": "off"}

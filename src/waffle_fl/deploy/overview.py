@@ -12,6 +12,8 @@ from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import fingerprint, wire_form
 from waffle_fl.deploy.settings_files import read_server
 from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import round_settings
+from waffle_fl.privacy.contributors import effective
 from waffle_fl.records import read_json, read_rounds
 
 SCORES = ("accuracy", "rmse", "loss")
@@ -53,6 +55,7 @@ def _job(job: Job) -> dict[str, Any]:
     return {
         "name": job.name,
         "method": job.config.method,
+        "masked": round_settings(job.config.settings).masks,
         "alice": job.config.settings.alice,
         "out": str(job.out),
         "status": status if active or status != "running" else "interrupted",
@@ -103,6 +106,8 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
         for alice, weights in job["weights"].items():
             shown = ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items())
             yield f"  weights for {alice}: {shown}"
+            if job["masked"]:
+                yield f"  effective contributors for {alice}: {effective([*weights.values()]):.2f}"
         for name, reason in job["screened"].items():
             yield f"  {name} screened: {reason}"
         if job["error"] and job["status"] != "running":

@@ -272,7 +272,9 @@ class JobRunner:
             cohorts=Cohorts(algorithm, samples, members, members.index(alice), s.seed, *presence),
             attempts=round_settings(s).attempts,
             scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
-            masking=Masking(round_settings(s), self.sites, introductions) if introductions else None,
+            masking=Masking(round_settings(s), self.sites, introductions, config.to_json(), facts.known)
+            if introductions
+            else None,
         )
         run = stack.enter_context(
             Run.opened(folder, config, self._provenance(config, facts, model, alice), self.job.force)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.tree import rows_of
+from waffle_fl.guard import OK, REASONS
 from waffle_fl.privacy import ring
+from waffle_fl.privacy.messages import DealerWord, ProductWord
+from waffle_fl.privacy.phases import (
+    AloneReply,
+    DealtReply,
+    OpenReply,
+    PhaseReply,
+    Products,
+    SketchReply,
+    SumReply,
+)
 
 USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; `unit_of` has that of updates
 WEIGHTS, GUARD = "weights", "guard"  # what distances are for
@@ -50,3 +61,37 @@ def unit_of(algorithm: Any, name: str, r: int) -> float:
     """Return the unit of a part: updates are as large as the learning rate makes them."""
     sgd = algorithm.sgd
     return ring.unit_for(10 * sgd.lr * sgd.lr_decay ** (r - 1) if name == "dy" else USUAL.get(name, 1.0))
+
+
+def is_well_formed(reply: PhaseReply, sizes: MessageSizes, sketch_size: int) -> bool:
+    """Return whether a reply has the parts and lengths that an agent would send."""
+    compared = next(iter(sizes.compared.values()), sizes.update)
+    match reply:
+        case OpenReply(code, length, pull, floor, openings):
+            known = code in range(len(REASONS)) and len(openings) == (code == OK)
+            return known and min(length, pull) >= 0 and floor >= 1
+        case SketchReply(sketches):
+            short = ring.SKETCH_BYTES * (1 + min(sketch_size, compared))
+            return all(sketch.size == short for some in sketches.values() for sketch in some)
+        case DealtReply(sketches, vectors, words):
+            vectors_fit = all(len(vector.words) == compared for vector in vectors)
+            return is_well_formed(sketches, sizes, sketch_size) and vectors_fit and _are_single(words)
+        case Products(words):
+            return _are_single(words)
+        case SumReply(sums):
+            return len(sums) <= 1
+        case AloneReply(code, own) if code == OK:
+            return own.keys() == sizes.parts.keys() and all(_are_numbers(own[k], n) for k, n in sizes.parts.items())
+    return True
+
+
+def _are_single(words: Iterable[DealerWord | ProductWord]) -> bool:
+    return all(len(word.words) == 1 for word in words)
+
+
+def _are_numbers(content: bytes, count: int) -> bool:
+    try:
+        ring.plain_numbers(content, count)
+    except ValueError:
+        return False
+    return True

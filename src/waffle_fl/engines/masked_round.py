@@ -16,7 +16,7 @@ from waffle_fl.algorithms import Round
 from waffle_fl.algorithms.contract import Seen, Weights, row_of
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.masked_guard import screened
-from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, MessageSizes, unit_of
+from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, MessageSizes, is_well_formed, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
@@ -30,15 +30,11 @@ from waffle_fl.privacy.phases import (
     AloneRequest,
     CompareRequest,
     DealRequest,
-    DealtReply,
-    OpenReply,
     OpenRequest,
     PhaseReply,
     PhaseRequest,
     ProductRequest,
-    Products,
     SketchReply,
-    SumReply,
     SumRequest,
     UnmaskRequest,
 )
@@ -125,7 +121,8 @@ class MaskedRound:
             raise WaffleError(f"expected another reply in the phase {self.phase}, got {type(reply).__name__}")
         if reply.senders - {agent}:  # the transport knows who sent it
             raise WaffleError("the reply names another agent as its sender")
-        self._check_sizes(reply)
+        if not is_well_formed(reply, self._sizes, self.settings.sketch_size):
+            raise WaffleError(f"the reply in the phase {self.phase} has parts that an agent would not send")
         self._replies[agent] = reply
         self.uploaded += reply.size
 
@@ -276,7 +273,7 @@ class MaskedRound:
         self.phase, self._requests = "reveal", dict.fromkeys(self._opened.agents, UnmaskRequest(announced, reveal))
 
     def _apply_alone(self, reply: AloneReply) -> None:
-        """Take Alice's own numbers as the sums; nobody else has taken part."""
+        """Take Alice's own numbers as the sums; no other agent has taken part."""
         self._note(self._alice, reply.code)
         now = self._admitted.now
         is_alice = torch.arange(len(now.samples), device=now.samples.device) == now.alice
@@ -285,35 +282,6 @@ class MaskedRound:
             found = {name: ring.plain_numbers(reply.sums[name], count) for name, count in self._sizes.parts.items()}
             self.sums = {name: torch.from_numpy(numbers).to(is_alice.device) for name, numbers in found.items()}
         self.phase, self._requests = "done", {}
-
-    def _check_sizes(self, reply: PhaseReply) -> None:
-        """Raise if a reply has not the parts and lengths that an agent would send."""
-        (*_, compared) = (0, *self._sizes.compared.values())
-        short = ring.SKETCH_BYTES * (1 + min(self.settings.sketch_size, compared or self._sizes.update))
-        match reply:
-            case OpenReply(code, length, pull, floor, openings):
-                sound = code in range(len(REASONS)) and len(openings) == (code == OK)
-                sound = sound and min(length, pull) >= 0 and floor >= 1
-            case SketchReply(sketches):
-                sound = all(sketch.size == short for some in sketches.values() for sketch in some)
-            case DealtReply(sketches, vectors, words):
-                self._check_sizes(sketches)
-                sound = all(len(v.words) == compared for v in vectors) and all(len(word.words) == 1 for word in words)
-            case Products(words):
-                sound = all(len(word.words) == 1 for word in words)
-            case SumReply(sums):
-                sound = len(sums) <= 1
-            case AloneReply(code, own) if code == OK:
-                sound = own.keys() == self._sizes.parts.keys()
-                for name, content in own.items() if sound else ():
-                    try:
-                        ring.plain_numbers(content, self._sizes.parts[name])
-                    except ValueError:
-                        sound = False
-            case _:
-                sound = True
-        if not sound:
-            raise WaffleError(f"the reply in the phase {self.phase} has parts that an agent would not send")
 
     def _reveal(self, replies: Mapping[int, Any]) -> None:
         (request,) = {id(one): one for one in self._requests.values()}.values()

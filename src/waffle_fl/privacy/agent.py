@@ -92,7 +92,7 @@ class MaskingAgent:
         self._take("receive")
         if delivery.salts.get(self.agent) != self._salt or not set(delivery.salts) <= set(self.group):
             raise WaffleError("expected this agent's own salt among those of its group, got another: refuse the round")
-        if len(delivery.salts) < max(FEWEST, shamir.threshold_for(len(self.group))):
+        if len(delivery.salts) < shamir.threshold_for(len(self.group)):
             raise WaffleError(f"expected more agents in the round, got {len(delivery.salts)} of {len(self.group)}")
         self._opened, self._transcript = frozenset(delivery.salts), transcript_of(self.at, self.group, delivery.salts)
         for sender in delivery.salts.keys() & delivery.shares.keys() - {self.agent}:

@@ -34,10 +34,11 @@ class RoundId:
     round: int
     attempt: int = 0
     session: int = 0  # one more for each time that a server begins the round; an agent never takes part in it twice
+    told: str = ""  # a digest of the settings and the model that the agent has received; others must have the same
 
     @property
     def context(self) -> bytes:
-        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}".encode()
+        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}\n{self.told}".encode()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ deal     instead, with exact distances: masked vectors for each other, and the w
 product  then the words whose sums are the squared distances
 sum      it receives the weights of all agents, and sends its masked sum
 reveal   it receives whose sums have arrived, and sends shares
-alone    Alice holds all weight: the sum is her update, which she alone sends; nobody else sends anything
+alone    Alice holds all weight: the sum is her update, which she sends; no other agent sends anything
 
 No reply of an agent but Alice's last one has a field for numbers that are not masked, except two lengths that the guard
 and Weight Erosion read. No reply of any type can be unmasked by itself: the server needs shares of two thirds of the

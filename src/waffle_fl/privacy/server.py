@@ -17,7 +17,6 @@ from waffle_fl.privacy import exact_product, ring, shamir, sketch
 from waffle_fl.privacy.masks import open_seeds, pair_mask, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
-    FEWEST,
     Announcement,
     Delivery,
     MaskedSketch,
@@ -46,7 +45,7 @@ class MaskingServer:
     def deliver(self, openings: Iterable[Opening]) -> dict[int, Delivery]:
         """Return what each agent that has opened the round receives."""
         self._openings = {opening.agent: opening for opening in openings if opening.agent in self.group}
-        if len(self._openings) < max(FEWEST, self.threshold):
+        if len(self._openings) < self.threshold:
             raise WaffleError(f"expected {self.threshold} agents in the round, got {len(self._openings)}: retry it")
         salts = {i: opening.salt for i, opening in self._openings.items()}
         return {

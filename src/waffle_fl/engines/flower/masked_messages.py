@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from waffle_fl.privacy.keys import Introduction
+from waffle_fl.tensorfile import digest
 
 INTRODUCE: Literal["introduce"] = "introduce"  # the request for a site's signed public key
 READ_BEFORE = "read"  # field of a reply: the agent has helped to read another sum of the same updates
+
+
+def digest_of_told(config: Any, known: Any, fingerprint: str, down: Any) -> str:
+    """Return a digest of all that an agent's update depends on besides its data and state.
+
+    Masks are bound to it: a server that sends other settings or models to some sites, for example such that their
+    updates are zero, reads nothing.
+    """
+    told = json.dumps([config, known, fingerprint], sort_keys=True)
+    return digest({name: value[:1] for name, value in down._asdict().items()}, {"told": told})
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class Masking:
     settings: RoundSettings
     sites: tuple[str, ...]  # by agent
     introductions: tuple[Introduction, ...]  # by agent
+    config: Any  # as sent to the sites, in JSON
+    known: Any  # likewise, of the preprocessing
 
 
 @dataclass(frozen=True)
