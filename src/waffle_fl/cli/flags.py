@@ -67,8 +67,8 @@ def _check_repeated(arguments: Sequence[str], kind: type) -> None:
     """Raise if a flag that takes several values is given twice: only the last values would count."""
     given = [argument.split("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
     for flag in _flags(kind, lists=True):
-        if given.count(flag) > 1:
-            raise WaffleError(f"{flag} is given {given.count(flag)} times: list all values after one {flag}, as in {flag} A B")
+        if (times := given.count(flag)) > 1:
+            raise WaffleError(f"{flag} is given {times} times: list all values after one, as in {flag} A B")
 
 
 def _error_text(event: tyro_errors.ParseErrorEvent, kind: type) -> str:
