@@ -24,7 +24,7 @@ from waffle_fl.decision import shapley
 from waffle_fl.decision.bootstrap import Interval, Metric, contrasts, figures, gain, share_above_zero
 from waffle_fl.decision.budget import PARTNERS, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, CrossValidation, Plan, able_agents, cross_validate, folds_of, rows_of
-from waffle_fl.decision.measurement import TUNED, joint_method, measurement_for
+from waffle_fl.decision.measurement import TUNED, joint_method, joint_options, measurement_for
 from waffle_fl.decision.partners import (
     PartnerStudy,
     best_plan,
@@ -284,6 +284,13 @@ def test_coalitions_of_images_are_tuned(planted: Path) -> None:
     assert "FedAvg+FT models" in measured_by(found)
     assert PartnerStudy.from_json(found.to_json()) == found
     assert PartnerStudy.from_json({k: v for k, v in found.to_json().items() if k != "shared"}).shared == "fedavg"
+
+
+def test_agents_tune_in_the_last_rounds() -> None:
+    """Agents of images only tune in the last five rounds, in at most a quarter of few rounds, or as the user says."""
+    assert joint_options("fedavg", 160, {"ditto": {"lam": 1.0}}) == {"ditto": {"lam": 1.0}}
+    assert [joint_options(TUNED, rounds, {})[TUNED]["tuning"] for rounds in (160, 20, 8, 1)] == [5, 5, 2, 1]
+    assert joint_options(TUNED, 160, {TUNED: {"tuning": 3}}) == {TUNED: {"tuning": 3}}
 
 
 def test_test_rows_are_not_read(planted: Path) -> None:

@@ -24,7 +24,7 @@ from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.budget import LEFT_OUT, ONE_SEED, WITHOUT, budget_for, is_expensive, seeds_within
 from waffle_fl.decision.distances import Distances, distances
-from waffle_fl.decision.measurement import SHARED, PartnerOption, joint_method
+from waffle_fl.decision.measurement import SHARED, PartnerOption, joint_method, joint_options
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
 from waffle_fl.decision.references import Reference, fit_references
 from waffle_fl.decision.study import ALONE, DEFAULT, Decision, alices_of, decide, runs_for
@@ -34,7 +34,7 @@ from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
-from waffle_fl.tuning.default_training import rounds_for
+from waffle_fl.tuning.default_training import MOST_ROUNDS, rounds_for
 
 REFERENCE_VALIDATION = 0.2  # share of the training rows on which a reference is chosen, if no other share is held out
 SEEDS = (1, 2, 3)  # if none are given; the first one alone if training takes long
@@ -91,7 +91,9 @@ def decide_command(arguments: Sequence[str]) -> int:
     methods = tuple(dict.fromkeys((*methods, *((shared,) if flags.partners != "none" else ()))))
     if not flags.methods and LEFT_OUT not in methods:
         reduced.add(WITHOUT)
-    options, seeds = read_options(flags.options, (ALONE, *methods)), flags.seeds or SEEDS
+    rounds = MOST_ROUNDS if chooses_rounds(flags.training, first, arguments) else first.rounds
+    options = joint_options(shared, rounds, read_options(flags.options, (ALONE, *methods)))
+    seeds = flags.seeds or SEEDS
     configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in seeds]
     options = {config.method: dict(config.options) for config in configs if config.options}
     s = configs[0].settings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from waffle_fl.attacks import NONE
 from waffle_fl.config import Settings
@@ -19,6 +19,7 @@ PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
 SHARED = "fedavg"  # of tables
 TUNED = "fedavg-ft"  # of images and series: the model of the average misses what is special about an agent
 JOINT = (SHARED, TUNED)
+TUNING = 5  # final rounds in which agents only tune, at most a quarter of all
 EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
 PAIRS = 8  # pairs of orders of the sampled Shapley value
 STEPS = 4_000_000  # mini-batch steps of tables, above which `auto` measures less: about three minutes on two cores
@@ -34,6 +35,14 @@ EACH_IN_TURN = "Partners are measured by leaving out each in turn: {}; see --par
 def joint_method(federation: Federation) -> str:
     """Return the method that coalitions train with: FedAvg, which each agent of images or series fine-tunes."""
     return SHARED if len(federation.shape) == 1 else TUNED
+
+
+def joint_options(method: str, rounds: int, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the options with the rounds in which agents only tune the shared model, unless they are given."""
+    found = {name: dict(given) for name, given in options.items()}
+    if method == TUNED:
+        found[TUNED] = {"tuning": max(1, min(TUNING, rounds // 4)), **found.get(TUNED, {})}
+    return found
 
 
 def measurement_for(
