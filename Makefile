@@ -9,13 +9,17 @@ LOCK := $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml --unive
   --fork-strategy fewest --generate-hashes --no-emit-package torch --constraint requirements/torch.txt \
   --custom-compile-command "make lock"
 
-.PHONY: demo demo-flower test test-deployment test-docs test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
+.PHONY: demo demo-flower demo-private test test-cluster test-deployment test-docs test-flower test-release test-thorough lint bench docs docs-serve setup lock sbom release clean
 
 demo: $(READY)
 	$(BIN)/waffle demo
 
 demo-flower: $(READY)
 	$(BIN)/waffle deploy demo
+
+# The same run in the clear and with masked updates: ends with one line that compares weights, accuracy and bytes.
+demo-private: $(READY)
+	$(BIN)/waffle deploy demo --masked --out demo-private
 
 # Bytecode is kept even if the environment forbids it: the tests start many processes, which would compile again.
 test: $(READY)
@@ -34,6 +38,10 @@ test-docs: $(READY)
 # A server and three sites as real processes: the simulator's bits, the operator's tasks, attacks on the open port.
 test-deployment: $(READY)
 	$(BIN)/pytest -m "deployment and not flower" tests/test_flower_running.py
+
+# Three nodes of a Ray cluster: a node killed, Ctrl-C, every command that trains there.
+test-cluster: $(READY)
+	$(BIN)/pytest -m cluster tests/test_ray_nodes.py
 
 # What is locked can be installed from the package index; minutes that a change of the code does not need.
 test-release: $(READY)
@@ -103,4 +111,4 @@ release: $(READY) test-release
 	@echo "  4. Attach dist/*.cdx.json to the release, and build the image from the tag (docs/install-server.md)."
 
 clean:
-	rm -rf $(VENV) $(PEERS) demo demo-flower runs site dist
+	rm -rf $(VENV) $(PEERS) demo demo-flower demo-private runs site dist

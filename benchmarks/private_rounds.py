@@ -2,9 +2,12 @@
 
 Four kinds of lines, or only those that the arguments name:
 
-cost     seconds per round and bytes per agent, beside the clear run, for LeNet-5 and several numbers of agents
+cost     CPU seconds per round and bytes per agent beside the clear run; both runs compute their rounds in turn, and the
+         ratio is the median over the rounds, so other work on the machine does not distort it
 error    L1 error of WAFFLE's weights by the size of the sketch, for distances between q d_max and d_max
-runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds
+runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds. Accuracy
+         should differ by at most 1.63 sd: twice the standard error of a difference of two means of three seeds. The
+         mean error of the weights should be at most 0.02 where q is at most 0.8. Both were stated before the runs.
 attacks  accuracy under attack without and with the guard, in the clear and masked; the attackers follow the protocol
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import mean, median, stdev
@@ -36,7 +40,9 @@ from waffle_fl.privacy.sketch import compress
 SERIAL = Runtime(workers=1)
 KINDS = ("cost", "error", "runs", "attacks")
 AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
-WARM_UP = 2  # rounds whose time is not counted
+COSTS = [("lenet5", "mnist", method, *pair, 8) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
+COSTS += [("dla", "cifar10", "waffle", agents, 64, 3) for agents in (4, 10)]  # the last number: rounds
+NOISE = 2 * (2 / 3) ** 0.5  # largest difference of accuracies, in standard deviations of the seeds
 NUMBERS = 20_000  # of an update in `weight_error`
 SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
 ATTACKS = ("sign-flip(3)", "free-rider", "mimic", "far(100)", "alie(1.5)")
@@ -57,8 +63,13 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(method: str, runtime: Runtime = SERIAL, **settings: Any) -> tuple[list[dict[str, Any]], int]:
-    """Return the measurements of a run's rounds, and the bytes of an update in the clear."""
+def trained(method: str, runtime: Runtime = SERIAL, **settings: Any) -> list[dict[str, Any]]:
+    """Return the measurements of a run's rounds."""
+    return list(rounds_of(method, runtime, **settings)[0])
+
+
+def rounds_of(method: str, runtime: Runtime = SERIAL, **settings: Any) -> tuple[Iterator[dict[str, Any]], int]:
+    """Return the measurements of a run, computed round by round, and the bytes of an update in the clear."""
     config = check_run(method, settings, {})
     s = config.settings
     federation = federation_of(s, "", False)
@@ -66,25 +77,32 @@ def trained(method: str, runtime: Runtime = SERIAL, **settings: Any) -> tuple[li
     tamper = tamper_of(federation, s.attack, s.attackers, s.seed) if s.attack != "none" else None
     spec = RunSpec(config.algorithm(), federation, s.seed, tamper=tamper)
     stream = simulate([spec], model, **simulation_options(s, runtime))
-    lines = [dict(outcomes[0].measured) for outcomes in stream]
-    return lines, 4 * (model.size + model.stats_size)
+    return (dict(outcomes[0].measured) for outcomes in stream), 4 * (model.size + model.stats_size)
 
 
-def cost(method: str, agents: int, samples: int) -> dict[str, Any]:
-    """Measure one process on one core, which computes all agents and the server."""
-    options = {"data": "mnist", "agents": agents, "samples_per_agent": samples, "rounds": WARM_UP + 3}
-    rounds = {p: trained(method, **options, privacy=p) for p in ("off", "masked")}
-    seconds = {p: median(line["seconds"] for line in lines[WARM_UP:]) for p, (lines, _) in rounds.items()}
-    lines, clear = rounds["masked"]
+def cost(model: str, data: str, method: str, agents: int, samples: int, rounds: int) -> dict[str, Any]:
+    """Measure one process that computes all agents and the server; the first half of the rounds is not counted."""
+    options = {"data": data, "model": model, "agents": agents, "samples_per_agent": samples, "rounds": rounds}
+    (clear, size), (masked, _) = (rounds_of(method, **options, privacy=p) for p in ("off", "masked"))
+    pairs, uploaded = [], 0.0
+    for r in range(rounds - 1):  # in the last round Alice may hold all weight
+        began = time.process_time()
+        next(clear)
+        between = time.process_time()
+        line = next(masked)
+        pairs += [(between - began, time.process_time() - between)] if r >= rounds // 2 - 1 else []
+        uploaded = line["uploaded"] if r == 0 else uploaded
     return {
         "kind": "cost",
+        "model": model,
         "method": method,
         "agents": agents,
         "samples": samples,
-        "clear_seconds": round(seconds["off"], 3),
-        "masked_seconds": round(seconds["masked"], 3),
-        "clear_bytes": clear,
-        "masked_bytes": round(lines[0]["uploaded"] / agents),
+        "clear_seconds": round(median(a for a, _ in pairs), 3),
+        "masked_seconds": round(median(b for _, b in pairs), 3),
+        "ratio": round(median(b / a for a, b in pairs), 2),
+        "clear_bytes": size,
+        "masked_bytes": round(uploaded / agents),
     }
 
 
@@ -151,7 +169,7 @@ def compared(name: str, method: str, settings: dict[str, Any], seeds: int = 3) -
     """Compare masked and clear runs: accuracy of the last five rounds, and the error of the weights."""
     runtime, both = Runtime(), {}
     for p in ("off", "masked"):
-        both[p] = [trained(method, runtime, **settings, seed=seed, privacy=p)[0] for seed in range(1, seeds + 1)]
+        both[p] = [trained(method, runtime, **settings, seed=seed, privacy=p) for seed in range(1, seeds + 1)]
     scores = {p: [mean(line["accuracy"] for line in lines[-5:]) for lines in runs] for p, runs in both.items()}
     return {
         "kind": "runs",
@@ -168,7 +186,7 @@ def attacked(method: str, attack: str) -> dict[str, Any]:
     """Return the mean accuracy of the last three rounds on the digits with three of ten agents malicious."""
     found = {}
     for p, guard in product(("off", "masked"), ("off", "standard")):
-        lines, _ = trained(method, **DIGITS, attack=attack, privacy=p, guard=guard)
+        lines = trained(method, **DIGITS, attack=attack, privacy=p, guard=guard)
         name = f"{'masked' if p == 'masked' else 'clear'}{'_guard' if guard == 'standard' else ''}"
         found[name] = round(100 * mean(line["accuracy"] for line in lines[-3:]), 2)
     return {"kind": "attacks", "method": method, "attack": attack, **found}
@@ -178,10 +196,13 @@ def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
     """Return the lines of a kind as the table in docs/privacy.md."""
     found = [line for line in record if line["kind"] == kind]
     if kind == "cost":
-        head = ["method", "agents", "samples", "s, clear", "s, masked", "KB, clear", "KB, masked", "ratio"]
+        head = ["network", "method", "agents", "samples", "s, clear", "s, masked", "ratio"]
+        head += ["KB, clear", "KB, masked", "ratio"]
+        keys = ("model", "method", "agents", "samples", "clear_seconds", "masked_seconds")
         rows = [
             [
-                *(line[key] for key in ("method", "agents", "samples", "clear_seconds", "masked_seconds")),
+                *(line[key] for key in keys),
+                f"{line['ratio']:.2f}",
                 *(f"{line[key] / 1000:.0f}" for key in ("clear_bytes", "masked_bytes")),
                 f"{line['masked_bytes'] / line['clear_bytes']:.2f}",
             ]
@@ -195,12 +216,14 @@ def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
         keys = ("method", "attack", "clear", "masked", "clear_guard", "masked_guard")
         rows = [[line[key] for key in keys] for line in found]
     else:
-        head = ["data", "clear", "masked", "sd of the seeds", "q", "L1 error of the weights, mean", "largest"]
+        head = ["data", "clear", "masked", "sd of the seeds", "within seed noise", "q"]
+        head += ["L1 error of the weights, mean", "largest"]
         keys = ("clear", "masked", "seeds_sd")
         rows = [
             [
                 line["data"],
                 *(f"{line[key]:.2f}" for key in keys),
+                "yes" if abs(line["masked"] - line["clear"]) <= NOISE * line["seeds_sd"] else "no",
                 *(line[key] for key in ("q", "error_mean", "error_max")),
             ]
             for line in found
@@ -211,8 +234,7 @@ def table_of(kind: str, record: Sequence[dict[str, Any]]) -> str:
 def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the lines of the record, of these kinds."""
     if "cost" in kinds:
-        for method, agents in product(("waffle", "fedavg"), AGENTS):
-            yield cost(method, agents, AGENTS[agents])
+        yield from (cost(*one) for one in COSTS)
     if "error" in kinds:
         yield from (weight_error(size, spread) for spread, size in product(SPREADS, SIZES))
     if "runs" in kinds:

@@ -27,13 +27,6 @@ class Lines(Listener):
         print(f"note: {message}", file=sys.stderr, flush=True)
 
 
-def _share(text: str) -> tuple[int, int]:
-    k, _, n = text.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise WaffleError(f"expected --share K/N with K from 1 to N, such as 2/4, got {text!r}")
-    return int(k), int(n)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m paper", description=__doc__)
     parser.add_argument("study", help=f"{', '.join(STUDIES)}, or the name of another file in experiments/")
@@ -43,7 +36,8 @@ def main() -> int:
     parser.add_argument("--rerun", action="store_true", help="also train runs that the records hold, and replace them")
     parser.add_argument("--anew", dest="rerun", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; run again to continue")
-    parser.add_argument("--share", default="1/1", help="K/N: this is process K of N that share the runs of the study")
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help="train here or on a Ray cluster")
+    parser.add_argument("--address", default="", help="with --on ray: address of the cluster")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs and their checkpoints")
     parser.add_argument("--stack", type=int, default=Runtime.stack, help="maximum number of runs trained together")
     parser.add_argument(
@@ -56,11 +50,11 @@ def main() -> int:
     given = vars(parser.parse_args())
     if "--anew" in sys.argv:
         print("note: --anew is now --rerun", file=sys.stderr)
-    names = ("study", "cell", "seeds", "runs", "rerun", "share", "methods")
-    study, cell, seeds, runs, rerun, share, methods = (given.pop(key) for key in names)
+    names = ("study", "cell", "seeds", "runs", "rerun", "methods")
+    study, cell, seeds, runs, rerun, methods = (given.pop(key) for key in names)
     try:
         root = find_root(Path.cwd())
-        run_missing(root, study, runs, Runtime(**given), Lines(), cell, seeds, rerun, _share(share), methods)
+        run_missing(root, study, runs, Runtime(**given), Lines(), cell, seeds, rerun, methods)
     except WaffleError as error:
         print(f"waffle: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,10 @@ COLUMNS_TEXT = """
     [results-convergence.md](results-convergence.md) counts rounds, and [results-departures.md](results-departures.md)
     measures each departure from the printed rules.
 """
+SIGNIFICANT = """
+    *Significantly* counts the cases in which Welch's test at 5 % can tell the difference from the one claimed. A claim
+    about means holds if every mean does what it says.
+"""
 PERMUTATIONS_TEXT = """
     A, B and C, and Local: mean and standard deviation over the seeds above, from `results/mnist.jsonl`. The others
     on A* and B*: over ten draws of the label permutations, each the mean of three seeds, from
@@ -249,7 +253,10 @@ EXPLANATIONS = {
     ("cifar10", "WAFFLE within 2 points of the paper on every split, with the printed distances"): """
         [results-departures.md](results-departures.md) measures what the distances compare
     """,
-    ("cifar10", "WAFFLE above Local, FedAvg and SCAFFOLD on B, C, A* and B*, with the printed distances"): """
+    (
+        "cifar10",
+        "in the mean, WAFFLE above Local, FedAvg and SCAFFOLD on B, C, A* and B*, with the printed distances",
+    ): """
         on C, distances of corrected updates drop one of Alice's two nearest agents first
     """,
 }

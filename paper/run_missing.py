@@ -50,13 +50,9 @@ def run_missing(
     cell: str = "",
     seeds: Sequence[int] = (),
     anew: bool = False,
-    share: tuple[int, int] = (1, 1),
     methods: Sequence[str] = (),
 ) -> None:
-    """Run every missing run of a study, of one of its cells or of some methods, and add it to the records.
-
-    With `share` (k, n), run only the k-th of n shares, so that n processes can work on a study at the same time.
-    """
+    """Run every missing run of a study, of one of its cells or of some methods, and add it to the records."""
     end = time.monotonic() + 60 * runtime.minutes
     compute(root)
     parts = read_study(root, study).values()
@@ -68,11 +64,11 @@ def run_missing(
         if method not in known:
             raise WaffleError(f"no method {method!r} in {cell or study}{suggest(method, known)}")
     for part in parts:
-        selected, ours = part.planned(seeds) if anew else part.missing(seeds), _share(part.planned(seeds), *share)
+        selected = part.planned(seeds) if anew else part.missing(seeds)
         missing = {
             name: config
             for name, config in selected.items()
-            if name in ours and is_in(name, cell) and (not methods or config.method in methods)
+            if is_in(name, cell) and (not methods or config.method in methods)
         }
         if missing:
             _run(root, part.name, missing, runs, runtime, listener, end)
@@ -81,17 +77,6 @@ def run_missing(
 def is_in(name: str, cell: str) -> bool:
     """Return whether a run such as mnist/C/waffle/1 is in a cell such as mnist/C/waffle; "" contains all runs."""
     return not cell or f"{name}/".startswith(f"{cell}/")
-
-
-def _share(planned: Iterable[str], k: int, n: int) -> set[str]:
-    """Return the runs of every n-th table column from the k-th on; the runs of a column share data and training.
-
-    Shares are taken of all planned runs, so they do not change when some runs are finished.
-    """
-    columns: dict[str, list[str]] = {}
-    for name in planned:
-        columns.setdefault(name.rsplit("/", 2)[0], []).append(name)
-    return {name for names in list(columns.values())[k - 1 :: n] for name in names}
 
 
 def _run(

@@ -23,6 +23,7 @@ from paper.page_text import (
     METHOD_REASONS,
     MOMENTUM_TEXT,
     REASONS,
+    SIGNIFICANT,
     SWINGS_TEXT,
 )
 from paper.printed_table import GLOBAL, METHODS, P_D, SPLITS
@@ -48,6 +49,7 @@ def claims_table(records: Records) -> str:
             if runs and not verdict.holds and (study, verdict.claim) in EXPLANATIONS:
                 notes.append(f"{TITLE[study]}, {verdict.claim}: {EXPLANATIONS[study, verdict.claim].strip()}")
     made = table(["", "", "claim", "verdict", "numbers"], rows)
+    made += f"\n\n{prose(SIGNIFICANT)}"
     if not notes:
         return made
     items = "\n".join(prose(f"- {note}.") for note in notes)

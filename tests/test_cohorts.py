@@ -6,17 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cli_support import waffle
 from conftest import BATCH, fitted, make_federation, outcomes_of, refusal, shared_model
 from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Scaffold, Waffle, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS, contract
+from waffle_fl.config import check_run
 from waffle_fl.engines import cohort_sums, workers
 from waffle_fl.engines.row_store import RowStore, initial_rows
 from waffle_fl.engines.run_spec import Outcome, initial_state, own_net
 from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import Runtime, execute
 from waffle_fl.experiment.active_run import state_of, tensors_of
+from waffle_fl.partition import split
+from waffle_fl.records import read_rounds
 
 SIZES = (12, 9, 0, 17, 7, 5, 8, 11, 6, 10, 13, 4, 9, 8, 7, 12, 5, 6, 11, 10)
 STEP = SGD(0.1, 0.9, 0.01, "keep")
@@ -60,10 +66,11 @@ def test_states_on_disk_have_the_bits_of_states_in_memory(name: str, tmp_path: P
     for one, other in zip(memory, disk, strict=True):
         names = one.measured["participants"]
         agents = [int(name.split()[1]) for name in names]
-        expected: dict[str, Any] = {**one.measured}
-        for key, value in expected.items():
+        expected: dict[str, Any] = {**one.measured, "of_participants": {}}
+        for key, value in one.measured.items():
             if isinstance(value, list) and key != "participants":
-                expected[key] = [value[i] for i in agents]
+                del expected[key]
+                expected["of_participants"][key] = [value[i] for i in agents]
         assert {**expected, "seconds": 0} == {**other.measured, "seconds": 0}
         for key, field in one.state.server._asdict().items():  # the server has no copy of the agents' rows
             assert torch.equal(field, getattr(other.state.server, key)) != (key == "c_i"), key
@@ -176,3 +183,64 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("os.pwritev", lambda *_: 0)
     spec = RunSpec(Scaffold(), make_federation(SIZES), 1, store=RowStore(tmp_path))
     assert "No space left on device" in refusal(outcomes_of, spec, shared_model(), **QUARTER)
+
+
+# --- runs in folders
+
+
+DISK: dict[str, Any] = {
+    "data": "digits",
+    "agents": 40,
+    "samples_per_agent": 12,
+    "division": "drawn",
+    "test": "all",
+    "rounds": 6,
+    "participation": 0.2,
+    "model": "linear",
+    "split": "C",
+}
+
+
+def folder_bits(folder: Path) -> tuple[bytes, list[Any]]:
+    """Return the final model, and the scores and the cohort of each round."""
+    rounds = read_rounds(folder / "rounds.jsonl")
+    return (folder / "model.safetensors").read_bytes(), [(line["loss"], line["participants"]) for line in rounds]
+
+
+@pytest.mark.parametrize("method", ["scaffold", "apfl", "waffle"])
+def test_a_run_on_disk_is_stopped_and_continued_as_one_in_memory(method: str, tmp_path: Path) -> None:
+    """A run whose states are on disk ends in the bits of one in memory, and leaves no states behind."""
+    runtime = Runtime(device="cpu", workers=1, checkpoint_seconds=0)
+    for name in ("memory", "disk"):
+        run = check_run(method, {**DISK, "states": name}, {}), tmp_path / name
+        execute([run], runtime, until=3)
+        assert (tmp_path / name / "states").is_dir() == (name == "disk")
+        execute([run], runtime)
+    assert folder_bits(tmp_path / "memory") == folder_bits(tmp_path / "disk")
+    assert not (tmp_path / "disk" / "states").exists()
+
+
+def test_the_command_line_keeps_states_on_disk(here: Path) -> None:
+    """`waffle run --states disk` trains; without partial participation or with newcomers it says what is wrong."""
+    flags = ("run", "ditto", "--agents", "3000", "--division", "drawn", "--samples-per-agent", "8", "--rounds", "2")
+    assert waffle(*flags, "--participation", "0.01", "--states", "disk", "--test", "all", "--quiet").code == 0
+    shown = waffle(*flags, "--states", "disk", "--quiet")
+    assert shown.code == 2
+    assert "participation: expected a share below 1 with states on disk" in shown.err
+    shown = waffle(*flags, "--states", "disk", "--participation", "0.01", "--newcomers", "3", "--quiet")
+    assert "newcomers: expected none with states on disk" in shown.err
+
+
+def test_drawn_samples_follow_the_distribution() -> None:
+    """Agents draw distinct samples in the shares of their labels, and do not validate on those they train on."""
+    labels, few = np.arange(2000) % 10, np.arange(500) % 10
+    found = split(labels, few, "C", agents=5000, samples_per_agent=20, validation=0.25, division="drawn", test="all")
+    for agent in (0, 1, 4321):
+        rows, held_out = found.train[agent], found.validation[agent]
+        assert (len(rows), len(held_out)) == (20, 5)
+        assert len({*rows.tolist(), *held_out.tolist()}) == 25
+        assert np.bincount(labels[rows], minlength=10).tolist() == (20 * found.shares[agent]).round().tolist()
+    assert len(np.unique(np.concatenate(found.train))) == 2000
+    assert found.test[0] is found.test[10]  # one distribution, one set of test samples
+    for options, text in [({}, "expected samples_per_agent"), ({"samples_per_agent": 600}, "expected at most 200")]:
+        assert text in refusal(split, labels, few, "C", agents=10, division="drawn", **options)

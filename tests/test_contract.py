@@ -130,6 +130,7 @@ def test_federation_of_one(method: str) -> None:
         pytest.skip("its head and body train in turn: test_fedpac_with_own_heads_is_fedrep")
     unmixed: dict[str, dict[str, Any]] = {
         "ditto": {"lam": 0.0},
+        "mr-mtl": {"lam": 0.0},
         "fedamp": {"lam": 0.0},
         "apple": {"eta_p": 0.0},
         "ifca": {"clusters": 1},

@@ -630,7 +630,7 @@ def test_force_applies_once(folder: Path, tmp_path: Path) -> None:
     ("job_config", "words"),
     [
         (config(attack="sign-flip"), "attack works in simulations only"),
-        (config(privacy="masked"), "privacy works in simulations only"),
+        (config(privacy="masked"), "expected at least 4 agents with samples in a round, got 3"),
         (config(leave_out=("1",)), "leave_out works in simulations only"),
         (config(final_model="selected"), "final_model = selected works in simulations only"),
         (config(shift="drift(sudden, 0.5)"), "drift works in simulations only"),

@@ -35,7 +35,7 @@ LAYERS = [
     {"algorithms", "attacks", "guard"},
     {"config", "engines", "folder_federation"},
     {"records"},
-    {"experiment", "results"},
+    {"experiment", "ray_cluster", "results"},
     {"claims", "deploy", "inference", "loggers"},
     {"report", "tournament"},
     {"decision"},
@@ -94,15 +94,23 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
 import sys
 for name in {BARE!r}:
     __import__("waffle_fl." + name)
-front = ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL", "optuna")
+front = ("tyro", "altair", "rich", "sklearn", "vl_convert", "pandas", "pyarrow", "PIL", "optuna", "ray")
 heavy = [m for m in front if m in sys.modules]
 import waffle_fl.cli.commands, waffle_fl.cli.decide, waffle_fl.cli.tune
 waffle_fl.load("digits")
-heavy += [m for m in ("altair", "sklearn", "vl_convert") if m in sys.modules]
+heavy += [m for m in ("altair", "sklearn", "vl_convert", "ray") if m in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_one_package_uses_ray() -> None:
+    """Ray is named as a module only in `ray_cluster`, and `experiment` imports that package only when asked to."""
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        assert not {name.split(".")[0] for name in imports_of(text)} & {"ray"}, path
+        assert 'import_module("ray' not in text or path.parent.name == "ray_cluster", path
 
 
 def test_nothing_is_unpickled() -> None:

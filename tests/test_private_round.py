@@ -154,7 +154,7 @@ def test_a_server_with_one_site_reads_the_sum_of_the_others_alone() -> None:
     weights = dict.fromkeys(range(AGENTS), 0.1)
     announced = one.contribute(rows, weights)
     total = one.unmask(announced)
-    transcript = transcript_of(one.at, {o.agent: o.salt for o in one.openings})
+    transcript = transcript_of(one.at, range(AGENTS), {o.agent: o.salt for o in one.openings})
     context, count = announced.binding(transcript), 4000 + messages.CHECK_WORDS
     spy, left = secrets_of("test", AGENTS)[4], {}
     for masked in one.masked:
@@ -244,7 +244,7 @@ def test_a_sum_that_arrives_late_stays_masked() -> None:
     one.masked.remove(late)
     one.unmask(announced)
     seeds = hub._seeds_of(2, one.revealed)
-    context = announced.binding(transcript_of(one.at, {o.agent: o.salt for o in one.openings}))
+    context = announced.binding(transcript_of(one.at, range(AGENTS), {o.agent: o.salt for o in one.openings}))
     words = late.words.copy()
     for other in WEIGHTS:
         if other != 2:

@@ -25,6 +25,7 @@ from waffle_fl.algorithms.fedper import FedPer
 from waffle_fl.algorithms.fedprox import FedProx
 from waffle_fl.algorithms.fedrep import FedRep
 from waffle_fl.algorithms.local import Local
+from waffle_fl.algorithms.mr_mtl import MRMTL
 from waffle_fl.algorithms.per_fedavg import PerFedAvg
 from waffle_fl.algorithms.pfedgraph import PFedGraph, graph, on_simplex
 from waffle_fl.algorithms.pfedme import PFedMe
@@ -254,6 +255,17 @@ def test_strong_regularisation_keeps_ditto_at_the_global_model() -> None:
     for lam in (0.0, 1.0, 4.0):
         state = outcomes_of(RunSpec(Ditto(LR, lam=lam), make_federation(), 3), shared_model())[-1].state
         distances.append(float((state.agents.v[0] - state.server.x).norm()))
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_mr_mtl_without_regularisation_is_local() -> None:
+    """With lam = 0 every model is Local's, and the server holds their mean; a larger lam keeps models closer to it."""
+    assert close(alice_s_model(MRMTL(LR, lam=0.0)), alice_s_model(Local(LR)))
+    distances = []
+    for lam in (0.0, 1.0, 4.0):
+        state = outcomes_of(RunSpec(MRMTL(LR, lam=lam), make_federation(), 3), shared_model())[-1].state
+        assert close(state.server.x, state.agents.w.mean(dim=0))
+        distances.append(float((state.agents.w[0] - state.server.x).norm()))
     assert distances[0] > distances[1] > distances[2]
 
 

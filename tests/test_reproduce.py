@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paper import __main__ as paper_main
 from paper import claims, drift, momentum, page, studies, tournament_page
 from paper import command as paper_command
 from paper import run_missing as running
@@ -32,10 +31,9 @@ from paper.studies import find_root, read_study
 from scipy.stats import t as student
 
 from conftest import refusal
-from fork_server import shared
 from waffle_fl.algorithms import SGD, Net, Round
 from waffle_fl.algorithms.scaffold import Scaffold
-from waffle_fl.claims.record_files import cell_of, problems, read_part, record_of
+from waffle_fl.claims.record_files import problems, read_part, record_of
 from waffle_fl.cli import commands, menu
 from waffle_fl.config import RunConfig, Settings, load_experiments
 from waffle_fl.experiment import Interrupted, Listener, Runtime
@@ -204,42 +202,6 @@ def test_alice_all_plans_one_run_per_agent(clone: Path) -> None:
     assert problems({"tiny": part}) == []
 
 
-def test_concurrent_shares_complete_a_study(clone: Path) -> None:
-    """Shares are whole columns; processes that run them concurrently complete the study."""
-    planned = read_part(clone, "tiny").planned()
-    shares = [running._share(planned, k, 2) for k in (1, 2)]
-    assert sorted(name for share in shares for name in share) == sorted(planned)
-    columns = [{name.rsplit("/", 2)[0] for name in share} for share in shares]
-    assert sum(map(len, columns)) == len(set().union(*columns))
-    program = clone / "share.py"
-    program.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom paper.__main__ import main\nsys.exit(main())\n"
-    )
-    processes = [shared().start(program, "tiny", "--device", "cpu", "--share", f"{k}/2") for k in (1, 2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    assert not read_part(clone, "tiny").missing()
-
-
-def test_shares_do_not_depend_on_progress(clone: Path) -> None:
-    """A share contains the same runs however much of the study is done."""
-    for k in (1, 2):
-        run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), share=(k, 2))
-        done = {cell_of(name, run.config) for name, runs in read_part(clone, "tiny").runs.items() for run in runs}
-        planned = read_part(clone, "tiny").planned()
-        assert done == set().union(*(running._share(planned, i, 2) for i in range(1, k + 1)))
-
-
-@pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "-1/2"])
-def test_a_share_out_of_range_is_refused(
-    share: str, clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A share out of range is refused with one line and exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["paper", "tiny", f"--share={share}"])
-    assert paper_main.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "expected --share K/N" in line
-
-
 def test_finished_runs_are_recorded_while_others_train(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run is recorded before the others finish, and the listener receives every event."""
     monkeypatch.setattr(running, "FLUSH_SECONDS", 0.0)
@@ -363,7 +325,9 @@ def test_above_by_hand() -> None:
     better = cells(waffle=95, local_B=91)
     verdict = claims.above("x", better, ("B", "C"), ("waffle",), ("local", "fedavg"))
     assert verdict.holds
-    assert verdict.numbers.startswith("4 of 4; B: WAFFLE 95.00, Local 91.00, difference +4.00 ± 0.06, p = ")
+    assert verdict.numbers.startswith(
+        "4 of 4, 4 significantly; B: WAFFLE 95.00, Local 91.00, difference +4.00 ± 0.06, p = "
+    )
     assert not claims.above("x", cells(), ("B",), ("waffle",), ("local",)).holds
     assert claims.above("x", cells(waffle=95), ("A*",), ("waffle",), ("local",), by=5).holds
     assert not claims.above("x", cells(waffle=95), ("A*",), ("waffle",), ("local",), by=5.5).holds

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
 from torch import Tensor, nn
 
 from waffle_fl import FedAvg, Federation, FlatModel, Local, Waffle
@@ -19,7 +22,7 @@ from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
 from waffle_fl.models import Batch, mlp
 from waffle_fl.poisson_batches import PoissonBatches, room_for, sampling_rate
-from waffle_fl.privacy.accounting import Release, epsilon_of, noise_multiplier
+from waffle_fl.privacy.accounting import Release, epsilon_of, noise_multiplier, width_for
 from waffle_fl.randomness import normal
 
 FEATURES, ROWS = 6, 40
@@ -222,10 +225,15 @@ def test_what_noise_cannot_cover_is_refused() -> None:
         check_noise(method, normed, some, s)
     with pytest.raises(WaffleError, match="delta: expected below 1 / 40"):
         check_noise(method, network(), some, RoundSettings(1, **{**DP, "delta": 0.03}))
+    with pytest.raises(WaffleError, match=r"noise_multipliers: expected at least 0\.2, got 0\.1"):
+        check_noise(method, network(), some, RoundSettings(1, **{**DP, "noise_multipliers": (1.0, 0.1)}))
     with pytest.raises(WaffleError, match=r"noise_multipliers: .* with which a0 would spend"):
         check_noise(method, network(), some, RoundSettings(5, **{**DP, "epsilon": 1.0}))
-    release = release_of(RoundSettings(5, **{**DP, "epsilon": 1.0, "noise_multipliers": ()}), ROWS, 0)
-    assert 0.99 < epsilon_of([release], 1e-3) <= 1
+    for epsilon in (0.1, 1.0):
+        s = RoundSettings(5, **{**DP, "epsilon": epsilon, "noise_multipliers": ()})
+        release = release_of(s, ROWS, 0)
+        assert 0.99 * epsilon < epsilon_of([release], 1e-3, width_for(epsilon)) <= epsilon
+        check_noise(method, network(), some, replace(s, noise_multipliers=(release.multiplier,)))
 
 
 def test_masked_rounds_can_be_noised() -> None:
@@ -237,30 +245,40 @@ def test_masked_rounds_can_be_noised() -> None:
 
 
 def test_canaries_stay_below_the_bound() -> None:
-    """Membership inference on an inserted record is certain without noise, and below the bound of epsilon with it."""
-    epsilon, delta, half, rows, steps = 1.0, 1e-3, 150, 30, 20
+    """Membership inference on an inserted record is certain without noise, and below the bound of epsilon with it.
+
+    The canary's gradient is orthogonal to all others, so the attack is nearly the best one: its advantage is close to
+    the largest one that the accountant allows, and with a fifth of the noise it exceeds the bound of epsilon.
+    """
+    epsilon, delta, half, rows, steps = 1.0, 1e-3, 500, 20, 20
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((rows, FEATURES)), rng.integers(0, 2, rows)
-    x[-1], y[-1] = 20.0, 1  # the canary
-    absent = x.copy()
-    absent[-1] = 0.0  # its gradient is 0: as if it were not there
+    x[:, -1], x[-1], y[-1] = 0.0, 0.0, 1
+    absent = x.copy()  # the gradient of a row of zeros is 0: as if it were not there
+    x[-1, -1] = 50.0  # the canary
     parts = [(f"a{i}", (x if i < half else absent, y, x[:2], y[:2])) for i in range(2 * half)]
     some = Federation.from_arrays(parts, class_names=("a", "b"), duplicates="keep")
     model = FlatModel(lambda: nn.Linear(FEATURES, 2, bias=False), precision="float64")
-    multiplier = noise_multiplier(epsilon, delta, sampling_rate(rows, 5, "spread"), steps)
-    noise = {**DP, "noise_multipliers": (multiplier,), "epsilon": epsilon, "delta": delta, "batch_size": 5}
+    rate = sampling_rate(rows, 5, "spread")
+    multiplier = noise_multiplier(epsilon, delta, rate, steps)
+    noise = {**DP, "delta": delta, "batch_size": 5, "steps_per_round": steps, "rounds": 1}
     advantage = {}
-    for privacy in ("off", "dp"):
-        options = {**noise, "privacy": privacy, "steps_per_round": steps, "rounds": 1}
-        *_, ((outcome,)) = simulate([RunSpec(Local(SGD(0.1)), some, 3)], model, workers=1, **options)
-        score = (outcome.state.agents.y.view(-1, 2, FEATURES).sum(dim=2) @ torch.tensor([-1.0, 1.0]).double()).view(
-            2, half
-        )
+    for share in (0.0, 0.2, 1.0):  # of the noise that epsilon needs
+        given = {"privacy": "dp", "noise_multipliers": (share * multiplier,)} if share else {"privacy": "off"}
+        options = {**noise, **given, "epsilon": epsilon if share == 1 else 1e3}
+        *_, ((outcome,)) = simulate([RunSpec(Local(SGD(0.001)), some, 3)], model, workers=1, **options)
+        weights = outcome.state.agents.y.view(2, half, 2, FEATURES)[..., -1]
+        score = weights[..., 1] - weights[..., 0]  # the canary's gradient points this way
         choose, judge = score[:, : half // 2], score[:, half // 2 :]  # the threshold is chosen on one half
         rates = [(choose > limit).double().mean(dim=1) for limit in choose.flatten()]
         limit = choose.flatten()[max(range(len(rates)), key=lambda i: float(rates[i][0] - rates[i][1]))]
         inside, outside = (judge > limit).double().mean(dim=1).tolist()
-        advantage[privacy] = inside - outside
+        advantage[share] = inside - outside
+    accountant = PLDAccountant()
+    accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)), steps))
+    largest, deviation = accountant.get_delta(0.0), math.sqrt(2 * 0.25 / (half / 2))
     bound = (math.exp(epsilon) - 1 + 2 * delta) / (math.exp(epsilon) + 1)
-    assert advantage["off"] > 0.95
-    assert 0.05 < advantage["dp"] < bound
+    assert advantage[0.0] > 0.95
+    assert advantage[0.2] > bound
+    assert 0 < advantage[1.0] < min(bound, largest + 3 * deviation)
+    assert largest < bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ pytest.importorskip("dp_accounting")
 from flower_harness import Grid, bits, federation, run_job, run_simulation, small_config
 from waffle_fl.config import RunConfig
 from waffle_fl.deploy import privacy_budget
+from waffle_fl.deploy.policy import Refused
+from waffle_fl.deploy.privacy_budget import PrivacyBudget
 from waffle_fl.deploy.settings_files import change
 from waffle_fl.deploy.site import Site
 from waffle_fl.engines.flower.messages import Message
 from waffle_fl.errors import WaffleError
+from waffle_fl.inference.model_card import card
+from waffle_fl.inference.trained_run import open_run
 from waffle_fl.privacy.accounting import Release, epsilon_of
 from waffle_fl.privacy.secret_draws import SecretDraws
 from waffle_fl.randomness import noise, normal
@@ -113,6 +118,56 @@ def test_a_site_with_a_budget_refuses_runs_without_noise(tmp_path: Path) -> None
     with pytest.raises(WaffleError, match=r"noise_multipliers: expected at least the noise that epsilon 1 needs"):
         run_job(folder, config(3, epsilon=1.0), tmp_path / "loud")
     assert not releases(folder, "a")
+
+
+def test_a_budget_counts_every_run_and_needs_a_small_delta(tmp_path: Path) -> None:
+    """A site with a budget refuses masked runs without noise, and a delta that allows to publish a row."""
+    site = Site(federation(tmp_path / "fed", ("a", "b", "c")) / "sites" / "b")
+    policy = replace(site.policy, epsilon=1.0)
+    for privacy in ("off", "masked"):
+        with pytest.raises(Refused):
+            policy.check_work(config(privacy=privacy, noise_multipliers=()), 40, 100)
+    budget = PrivacyBudget(site.ledger, replace(policy, delta=0.03), config(), "run", "label", b"s" * 32)
+    with pytest.raises(Refused, match=r"delta in this site's site.toml: expected below 1 / 40 rows, got 0.03"):
+        budget.charge("question", 40, 0)
+
+
+def test_a_site_with_a_budget_reveals_nothing_besides_its_noised_updates(tmp_path: Path) -> None:
+    """It does not answer whether a model singles out rows, and the hash of its data has a key that it keeps."""
+    folder = federation(tmp_path / "fed", ("a", "b", "c"))
+    change(folder / "sites" / "b" / "site.toml", epsilon=50.0, delta=1e-3, max_exposed=0.0)
+    change(folder / "sites" / "c" / "site.toml", max_exposed=0.0)
+    grid = Grid(folder)
+    run_job(folder, config(1), tmp_path / "run", grid)
+    assert "singles out" in json.dumps(lines(folder, "c"))
+    assert releases(folder, "b")
+    assert "singles out" not in json.dumps(lines(folder, "b"))
+    request = next(m for n, m in grid.requests if n == "b" and m.payloads)
+    site = Site(folder / "sites" / "b")
+    settings = RunConfig.from_json(request.fields["config"]).settings
+    guessed = site.data.digest(settings, request.fields["agent"], request.fields["run"].encode())
+    assert guessed != request.fields["digest"]
+    (folder / "sites" / "b" / "digest.secret").unlink()
+    with site.ledger.alone(), pytest.raises(Refused, match="data has changed"):
+        site.respond(request, "again")
+
+
+def test_records_say_what_the_noise_derives_from(tmp_path: Path) -> None:
+    """A deployment's noise is secret; that of a simulation derives from its seed, and the model card says so."""
+    folder = federation(tmp_path / "fed", ("a", "b", "c"))
+    run_job(folder, config(1), tmp_path / "real")
+    run_simulation(config(1), tmp_path / "simulated")
+    (kept,) = (folder / "sites" / "a" / "models").iterdir()
+    for run, origin, said in (
+        (tmp_path / "real", "secret", False),
+        (kept, "secret", False),
+        (tmp_path / "simulated", "seed", True),
+    ):
+        about = read_json(run / "provenance.json")["privacy"]
+        assert (about["epsilon"], about["delta"], about["noise"]) == (20.0, 1e-3, origin)
+        (limit,) = (line for line in card(open_run(run), {})["limits"] if "Differential privacy" in line)
+        assert "epsilon 20 at delta 0.001 for each training sample" in limit
+        assert ("do not publish this model as private" in limit) == said
 
 
 def test_secret_draws_are_uniform_and_repeatable() -> None:

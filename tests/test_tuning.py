@@ -349,3 +349,32 @@ def test_progress_is_printed(full_search: Path) -> None:
     assert "8 trials of WAFFLE, 8 already done" in shown.err
     assert "default" in shown.out
     assert "8 of 8 trials" in shown.out
+
+
+# --- storages
+
+
+@pytest.mark.parametrize("url", ["journal:{}/search.log", "sqlite:///{}/shared.db"])
+def test_a_storage_elsewhere_gives_the_same_search(url: str, full_search: Path, tmp_path: Path) -> None:
+    """A search whose study is in a journal or a database continues there, and ends as one in its folder."""
+    storage = url.format(tmp_path)
+    for trials in ("4", "8"):
+        shown = tune(tmp_path / "full", "--trials", trials, "--parallel-trials", "4", "--storage", storage)
+        assert (shown.code, shown.err) == (0, "")
+    assert recorded(tmp_path / "full") == recorded(full_search)
+    assert not (tmp_path / "full" / "study.db").exists()
+    shown = tune(tmp_path / "full", "--trials", "8", "--parallel-trials", "4")
+    assert "give its --storage" in shown.err
+    assert shown.code == 2
+
+
+def test_wrong_storages_end_in_one_line(full_search: Path, tmp_path: Path) -> None:
+    """A URL of no storage, a missing database, a folder with its own study: one line without the password."""
+    for url in ("nowhere", "oracle9://me:secret@host/name", f"sqlite:///{tmp_path}/none/search.db"):
+        shown = tune(tmp_path / "tune", "--trials", "1", "--storage", url)
+        assert shown.code == 2
+        assert "storage: expected a URL" in shown.err
+        assert "secret" not in shown.err
+        assert len(shown.err.splitlines()) == 1
+    shown = tune(full_search, "--trials", "8", "--parallel-trials", "4", "--storage", f"journal:{tmp_path}/log")
+    assert "leave --storage out" in shown.err

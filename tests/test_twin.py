@@ -48,6 +48,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("apfl", {"adaptive": "off", "mix": 0.8}),
     ("ditto", {}),
     ("ditto", {"lam": 0.3, "clip": 0.4}),
+    ("mr-mtl", {}),
+    ("mr-mtl", {"lam": 0.3, "clip": 0.4, "weighting": "samples"}),
     ("fedprox", {}),
     ("fedprox", {"mu": 2.0, "clip": 0.5, "weighting": "samples"}),
     ("fedavg-ft", {}),

@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks.plain import PlainLoop
+from waffle_fl.federation import Federation
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -122,17 +125,36 @@ def peers(network: str, plain: PlainLoop, rounds: int) -> Iterator[Peer]:
 
     One at a time, because their processes keep the cores busy while they wait.
     """
+    work = {
+        "network": network,
+        "start": plain.x,
+        "lr": plain.lr,
+        "batch_size": plain.batches.batch_size,
+        "rounds": [_joined(plain.prepared(r)) for r in range(1, rounds + 1)],
+    }
+    return _started(work)
+
+
+def cohort_peers(network: str, federation: Federation, start: Tensor, cohort: int, rounds: int) -> Iterator[Peer]:
+    """Yield each peer after its first round of FedAvg in which it samples a cohort of the federation's agents."""
+    work = {
+        "network": network,
+        "start": start,
+        "lr": 0.05,
+        "batch_size": 32,
+        "cohort": cohort,
+        "count": rounds,
+        "pool": (federation.x, federation.y),
+        "train": torch.stack(federation.train),
+    }
+    return _started(work)
+
+
+def _started(work: dict[str, Any]) -> Iterator[Peer]:
     if not installed():
         return
     with tempfile.TemporaryDirectory() as runtime:
         folder = Path(runtime)
-        work = {
-            "network": network,
-            "start": plain.x,
-            "lr": plain.lr,
-            "batch_size": plain.batches.batch_size,
-            "rounds": [_joined(plain.prepared(r)) for r in range(1, rounds + 1)],
-        }
         torch.save(work, folder / "work.pt")
         for name in PEERS:
             with Peer(name, _own(folder, name)) as peer:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from benchmarks.peers.side import Benchmark, work_of
+from benchmarks.peers.side import Benchmark, Work, work_of
 
 client = ClientApp()
 
@@ -24,7 +24,7 @@ def train(message: Message, context: Context) -> Message:
     """Train one agent for one epoch, from the model in the message."""
     config = message.content["config"]
     work = work_of(Path(config["work"]))
-    x, y = work.rounds[config["server-round"] - 1][context.node_config["partition-id"]]
+    x, y = work.samples(config["server-round"] - 1, context.node_config["partition-id"])
     work.module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer = torch.optim.SGD(work.module.parameters(), lr=work.lr)
     for inputs, labels in zip(x.split(work.batch_size), y.split(work.batch_size), strict=True):
@@ -38,10 +38,14 @@ def train(message: Message, context: Context) -> Message:
 class RoundOnRequest(FedAvg):
     """Flower's FedAvg with equal weights, one round per request of the benchmark."""
 
-    def __init__(self, benchmark: Benchmark, agents: int) -> None:
+    def __init__(self, benchmark: Benchmark, work: Work) -> None:
         # Nodes appear one by one while the strategy already runs: without these minima a first round can miss some.
         super().__init__(
-            fraction_evaluate=0.0, min_train_nodes=agents, min_available_nodes=agents, weighted_by_key="share"
+            fraction_train=work.cohort / work.agents,
+            fraction_evaluate=0.0,
+            min_train_nodes=work.cohort,
+            min_available_nodes=work.agents,
+            weighted_by_key="share",
         )
         self.benchmark = benchmark
 
@@ -67,10 +71,10 @@ def run(folder: Path) -> None:
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        RoundOnRequest(benchmark, work.agents).start(
+        RoundOnRequest(benchmark, work).start(
             grid,
             ArrayRecord(work.module.state_dict()),
-            num_rounds=len(work.rounds),
+            num_rounds=work.count,
             train_config=ConfigRecord({"work": str(folder)}),
         )
 

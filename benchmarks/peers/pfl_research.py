@@ -13,6 +13,7 @@ from pfl.aggregate.weighting import WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.callback.base import TrainingProcessCallback
+from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.data.sampling import MinimizeReuseUserSampler
 from pfl.hyperparam import NNTrainHyperParams
@@ -69,17 +70,19 @@ def run(folder: Path) -> None:
     work, rank = work_of(folder), torch.distributed.get_rank()
     benchmark = Benchmark(folder, version("pfl")) if rank == 0 else None
     module = Classifier(work.module)
-    data: dict[Any, Any] = {(r, i): own for r, agents in enumerate(work.rounds) for i, own in enumerate(agents)}
-    users = FederatedDataset.from_slices(data, MinimizeReuseUserSampler(list(data)))
+    # Every agent once per round, in turn; or a cohort of all agents, each with one order of its samples.
+    orders = work.count if work.cohort == work.agents else 1
+    names: list[Any] = [(r, i) for r in range(orders) for i in range(work.agents)]
+    users = FederatedDataset(lambda name: Dataset(work.samples(*name)), MinimizeReuseUserSampler(names))
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=len(work.rounds),
-            evaluation_frequency=len(work.rounds),  # only in the first round, which is not timed
-            train_cohort_size=work.agents,
+            central_num_iterations=work.count,
+            evaluation_frequency=work.count,  # only in the first round, which is not timed
+            train_cohort_size=work.cohort,
             val_cohort_size=0,
         ),
         SimulatedBackend(users, users, [WeightByUser()]),
         PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)),
         NNTrainHyperParams(local_num_epochs=1, local_learning_rate=work.lr, local_batch_size=work.batch_size),
-        callbacks=[RoundOnRequest(benchmark, len(work.rounds))],
+        callbacks=[RoundOnRequest(benchmark, work.count)],
     )

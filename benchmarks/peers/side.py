@@ -19,16 +19,28 @@ from waffle_fl.models import MODELS
 
 
 class Work:
-    """The work that the benchmark saved: the initial network, and each agent's samples per round."""
+    """The work that the benchmark saved: the initial network, and each agent's samples; all of them train, or a cohort."""
 
     def __init__(self, folder: Path) -> None:
         work: dict[str, Any] = torch.load(folder / "work.pt")
         self.lr: float = work["lr"]
         self.batch_size: int = work["batch_size"]
-        self.rounds: list[list[tuple[Tensor, Tensor]]] = work["rounds"]
-        self.agents = len(self.rounds[0])
-        self.module: nn.Module = MODELS[work["network"]](self.rounds[0][0][0].shape[1:], 10)
+        self._rounds: list[list[tuple[Tensor, Tensor]]] | None = work.get("rounds")
+        if self._rounds:
+            self.count, self.agents = len(self._rounds), len(self._rounds[0])
+            self.cohort = self.agents
+        else:
+            self._pool, self._train = work["pool"], work["train"]
+            self.count, self.agents, self.cohort = work["count"], len(self._train), work["cohort"]
+        self.module: nn.Module = MODELS[work["network"]](self.samples(0, 0)[0].shape[1:], 10)
         load(self.module, work["start"])
+
+    def samples(self, r: int, agent: int) -> tuple[Tensor, Tensor]:
+        """Return an agent's samples in the order of a round, or in one order if a cohort is sampled."""
+        if self._rounds:
+            return self._rounds[r][agent]
+        x, y = self._pool
+        return x[self._train[agent]], y[self._train[agent]]
 
 
 @lru_cache(maxsize=1)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.ifca import IFCA as IFCA
     from waffle_fl.algorithms.knn_per import KNNPer as KNNPer
     from waffle_fl.algorithms.local import Local as Local
+    from waffle_fl.algorithms.mr_mtl import MRMTL as MRMTL
     from waffle_fl.algorithms.per_fedavg import PerFedAvg as PerFedAvg
     from waffle_fl.algorithms.pfedgraph import PFedGraph as PFedGraph
     from waffle_fl.algorithms.pfedme import PFedMe as PFedMe

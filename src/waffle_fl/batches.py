@@ -107,6 +107,7 @@ class Batches:
             self._relabel = torch.cat([self._relabel, later], dim=1)
         self.per_epoch = [batches_per_epoch(n, batch_size, remainder) for n in self.lengths]
         self.steps = [steps_of(n, batch_size, epochs, remainder, steps_per_round) for n in self.lengths]
+        self._largest = max(self.lengths, default=0), max(self.steps, default=0)  # of 100,000 agents it takes a while
 
     def sizes(self, rows: RowNumbers, padded: bool) -> list[int]:
         """Return the batch size of each step: the full one if rows are padded; unpadded rows must be equally long."""
@@ -123,7 +124,7 @@ class Batches:
         """
         lengths, steps = select(self.lengths, rows), select(self.steps, rows)
         alike = isinstance(rows, list)
-        longest, most = max(self.lengths if alike else lengths), max(self.steps if alike else steps)
+        longest, most = self._largest if alike else (max(lengths), max(steps))
         table, length = self._table[rows, :longest], torch.tensor(lengths, device=self.device)
         batches = [max(1, count) for count in select(self.per_epoch, rows)]
         epochs = max(1, *(-(-k // count) for k, count in zip(steps, batches, strict=True)))

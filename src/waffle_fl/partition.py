@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,9 @@ DISTRIBUTIONS: dict[str, tuple[float, ...]] = {
     "B": (0.25,) * 4 + (0.0,) * 6,
     "C": (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.2, 0.1, 0.0, 0.0),
 }
+Division: TypeAlias = Literal["disjoint", "drawn"]
+"""Whether agents divide the samples, or each draws its own from all of them."""
+
 SPLITS = ("A", "B", "C", "A*", "B*", "C*")
 
 
@@ -38,6 +41,7 @@ class Partition:
     shift: str = ""  # beyond the split: docs/shifts.md
     later: Indices | None = None  # (agents, classes): agent i's label of class k after concept drift
     seed: int = 0
+    is_drawn: bool = False  # a sample may belong to several agents
 
     @property
     def agents(self) -> int:
@@ -104,6 +108,45 @@ def _thinned(part: list[Indices], total: int) -> list[Indices]:
     return [p[:k] for p, k in zip(part, kept, strict=True)]
 
 
+def draw(labels: Indices, shares: Shares, sizes: Sequence[Indices], rng: np.random.Generator) -> list[list[Indices]]:
+    """Return for each list of sizes the samples that each agent draws, in the proportions of its row of shares.
+
+    No agent draws a sample twice. Of each label an agent gets a window, at a random place, of one random order.
+    """
+    rows = shares / shares.sum(axis=1, keepdims=True)
+    counts = [_apportioned(rows, size) for size in sizes]
+    agents: list[list[Indices]] = [[] for _ in sizes]
+    drawn: list[list[Indices]] = [[] for _ in sizes]
+    for label in range(shares.shape[1]):
+        samples = rng.permutation(np.flatnonzero(labels == label))
+        needed = np.sum([count[:, label] for count in counts], axis=0)
+        if needed.max() > len(samples):
+            expected = f"division: expected at most {len(samples)} samples of label {label} per agent"
+            raise WaffleError(f"{expected}, as many as there are, got {needed.max()}: choose fewer samples_per_agent")
+        start = rng.integers(max(1, len(samples)), size=len(rows))
+        for k, count in enumerate(counts):
+            own = count[:, label]
+            within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+            drawn[k].append(samples[(np.repeat(start, own) + within) % max(1, len(samples))])
+            agents[k].append(np.repeat(np.arange(len(rows)), own))
+            start = start + own
+    return [_by_agent(np.concatenate(a), np.concatenate(d), len(rows)) for a, d in zip(agents, drawn, strict=True)]
+
+
+def _apportioned(rows: Shares, sizes: Indices) -> Indices:
+    """Return whole numbers per agent and label that sum to the sizes; the largest remainders are rounded up."""
+    exact = rows * sizes[:, None]
+    counts = np.floor(exact + 1e-9).astype(int)
+    ranks = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1, kind="stable")
+    more: Indices = counts + (ranks < (sizes - counts.sum(axis=1))[:, None])
+    return more
+
+
+def _by_agent(agents: Indices, samples: Indices, count: int) -> list[Indices]:
+    order = np.argsort(agents, kind="stable")
+    return np.split(samples[order], np.cumsum(np.bincount(agents, minlength=count))[:-1])
+
+
 def hold_out(part: list[Indices], per_agent: int, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
     """Return (validation, training) samples of an agent.
 
@@ -160,10 +203,12 @@ def split(
     permutation_seed: int = 0,
     shared_permutation: bool = False,
     shift: str = "",
+    division: Division = "disjoint",
 ) -> Partition:
     """Return the partition named `kind`; a name that ends in * also permutes the labels of all agents but Alice.
 
-    `shift` is text such as `dirichlet(0.5) + swap(4)`. Labels and concepts are shifted here, features in `build`.
+    `shift` is text such as `dirichlet(0.5) + swap(4)`. Labels and concepts are shifted here, features in `build`. With
+    the division "drawn" each agent draws `samples_per_agent` of all samples, so there may be more agents than samples.
     """
     if shares is None:
         matrix = share_matrix(kind, agents, classes, direction)
@@ -177,8 +222,52 @@ def split(
         matrix = matrix * check_sizes(sizes, agents)[:, None]
     shifts = check_shifts(shift, agents)
     matrix, kept = skewed(matrix, shifts, samples_per_agent, seed)
+    tested = next((s.moved(matrix, seed) for s in shifts if isinstance(s, Prior)), matrix)
+    if division == "drawn":
+        parts = _drawn_parts(train_labels, test_labels, matrix, tested, kept, validation, test, seed)
+    else:
+        has_sizes = any(isinstance(s, Dirichlet | Quantity | Sizes) for s in shifts)
+        parts = _disjoint_parts(train_labels, test_labels, matrix, tested, kept, validation, test, seed, has_sizes)
+    train, held_out, tests = parts
+    starved = [agent for agent, rows in enumerate(train) if len(held_out[agent]) and not len(rows)]
+    if shifts and starved:
+        raise WaffleError(
+            f"validation leaves agent {starved[0]} nothing to train on: expected less than {validation:g}"
+        )
+    own = np.tile(np.arange(classes), (agents, 1))
+    shifted = concept_shift(agents, classes, alice, permutation_seed, shared_permutation)
+    relabel, later = concepts(shifted if kind.endswith("*") else own, shifts, alice, permutation_seed)
+    return Partition(
+        tuple(train),
+        tuple(held_out),
+        tuple(tests),
+        relabel,
+        matrix,
+        alice,
+        shift,
+        later,
+        seed,
+        division == "drawn",
+    )
+
+
+Parts = tuple[list[Indices], list[Indices], list[Indices]]  # training, validation and test samples of each agent
+
+
+def _disjoint_parts(
+    train_labels: Indices,
+    test_labels: Indices,
+    matrix: Shares,
+    tested: Shares,
+    kept: Sequence[int],
+    validation: float,
+    test: Literal["share", "all"],
+    seed: int,
+    has_sizes: bool,
+) -> Parts:
+    """Divide the samples of each label by its column of the share matrix."""
     parts = by_label(train_labels, matrix, generator(seed, "train split"))
-    if any(isinstance(s, Dirichlet | Quantity | Sizes) for s in shifts):
+    if has_sizes:
         parts = serve(parts, train_labels, matrix)
     held_out, train = zip(
         *(
@@ -187,27 +276,33 @@ def split(
         ),
         strict=True,
     )
-    starved = [agent for agent, part in enumerate(parts) if sum(map(len, part)) and not len(train[agent])]
-    if shifts and starved:
-        raise WaffleError(
-            f"validation leaves agent {starved[0]} nothing to train on: expected less than {validation:g}"
-        )
     share_out = divide if test == "share" else all_allowed
-    own = np.tile(np.arange(classes), (agents, 1))
-    shifted = concept_shift(agents, classes, alice, permutation_seed, shared_permutation)
-    relabel, later = concepts(shifted if kind.endswith("*") else own, shifts, alice, permutation_seed)
-    tested = next((s.moved(matrix, seed) for s in shifts if isinstance(s, Prior)), matrix)
-    return Partition(
-        train,
-        held_out,
-        tuple(share_out(test_labels, tested, generator(seed, "test split"))),
-        relabel,
-        matrix,
-        alice,
-        shift,
-        later,
-        seed,
-    )
+    return list(train), list(held_out), share_out(test_labels, tested, generator(seed, "test split"))
+
+
+def _drawn_parts(
+    train_labels: Indices,
+    test_labels: Indices,
+    matrix: Shares,
+    tested: Shares,
+    kept: Sequence[int],
+    validation: float,
+    test: Literal["share", "all"],
+    seed: int,
+) -> Parts:
+    """Let each agent draw its samples; of the test data it draws as large a share as of the training data."""
+    sizes = np.asarray(kept)
+    if (sizes < 1).any():
+        raise WaffleError("division: expected samples_per_agent with drawn, which says how many each agent draws")
+    both = [sizes, np.round(validation * sizes).astype(int)]
+    train, held_out = draw(train_labels, matrix, both, generator(seed, "train split"))
+    rng = generator(seed, "test split")
+    if test == "share":
+        share = np.maximum(1, np.round(sizes * len(test_labels) / len(train_labels))).astype(int)
+        return train, held_out, draw(test_labels, tested, [share], rng)[0]
+    known = {row.tobytes(): row for row in tested}
+    allowed = dict(zip(known, all_allowed(test_labels, np.stack(list(known.values())), rng), strict=True))
+    return train, held_out, [allowed[row.tobytes()] for row in tested]  # agents of one distribution share the indices
 
 
 def check_shifts(text: str, agents: int) -> tuple[Shift, ...]:

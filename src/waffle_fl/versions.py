@@ -9,4 +9,4 @@ WIRE_VERSION     Raise it when the messages between server and site change: thei
 from __future__ import annotations
 
 RESULTS_VERSION = 6
-WIRE_VERSION = 5
+WIRE_VERSION = 6

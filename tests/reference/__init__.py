@@ -16,7 +16,7 @@ from reference.features import feddbe, fedpac
 from reference.kin import waffle_kin
 from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
 from reference.partners import cobo, fedcollab, pfedgraph
-from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, per_fedavg, pfedme
+from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, mr_mtl, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
 
 METHODS: dict[str, Callable[..., Trace]] = {
@@ -28,6 +28,7 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "waffle-kin": waffle_kin,
     "apfl": apfl,
     "ditto": ditto,
+    "mr-mtl": mr_mtl,
     "fedprox": fedprox,
     "fedavg-ft": fedavg_ft,
     "per-fedavg": per_fedavg,

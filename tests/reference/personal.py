@@ -27,6 +27,23 @@ def fedprox(problem: Problem, *, clip: float = 0.0, mu: float = 0.1, weighting: 
     return trace
 
 
+def mr_mtl(problem: Problem, *, clip: float = 0.0, lam: float = 1.0, weighting: str = "equal") -> Trace:
+    """MR-MTL (section 4): silo k minimises F_k(w_k) + lam/2 |w_k - mean|^2 from its own w_k; then the mean is new."""
+    trace, mean = Trace(), problem.start
+    models, zeros = [problem.start for _ in problem.nets], torch.zeros_like(problem.start)
+    for r in problem.rounds():
+        for i, net in enumerate(problem.nets):
+            velocity = problem.velocity(i, mean)
+            for batch in problem.batches[r - 1][i]:
+                g = gradient(net, models[i], batch) + lam * (models[i] - mean)
+                models[i], velocity = step(problem, models[i], velocity, g, clip, zeros)
+            problem.keep(i, velocity)
+        trace.weights.append(shares(problem, r, weighting))
+        mean = weighted_sum(trace.weights[-1], models)
+        trace.models.append(models[problem.alice])
+    return trace
+
+
 def fedavg_ft(problem: Problem, *, clip: float = 0.0, tuning: int = 1, weighting: str = "equal") -> Trace:
     """FedAvg in all rounds but the last `tuning`; in those Alice fine-tunes the global model alone."""
     trace, x, N, R = Trace(), problem.start, len(problem.nets), len(problem.batches)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
-from waffle_fl.cli.deploy_admin import add_site, logs, revoke, rotate, status, stop, watch_page
+from waffle_fl.cli.deploy_admin import add_site, logs, peers, revoke, rotate, status, stop, watch_page
 from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.job_watcher import watch, watch_until_interrupted
 from waffle_fl.cli.progress import ProgressFlags
@@ -297,7 +297,9 @@ def demo(arguments: Sequence[str]) -> int:
         """Train a few rounds of WAFFLE with TLS, keys and signed requests; compare every bit with the simulation."""
 
         out: Path = Path("demo-flower")
-        """Folder of the federation and of both runs; an earlier demonstration there is deleted."""
+        """Folder of the federation and of its runs; an earlier demonstration there is deleted."""
+        masked: bool = False
+        """Train the same run in the clear and with masked updates, and compare both."""
         output: ProgressFlags = field(default_factory=ProgressFlags)
 
     from waffle_fl.deploy import demo as demonstration
@@ -306,21 +308,24 @@ def demo(arguments: Sequence[str]) -> int:
 
     args = parse(DeployDemo, arguments, "deploy demo")
     out = args.out.resolve()
-    config, names = demonstration.set_up(out)
+    configs, names = (demonstration.set_up_masked if args.masked else demonstration.set_up)(out)
     folder = out / "federation"
     print(f"a server and {len(names)} sites as processes on loopback; logs in {folder / 'processes.log'}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with deployed(LocalCluster(folder)):
             print(f"the server runs with TLS and admits {', '.join(names)}", flush=True)
-            watch(folder, Job.create(folder, config, out / "deployed", force=False), args.output)
+            for name, config in configs.items():
+                watch(folder, Job.create(folder, config, out / name, force=False), args.output)
     except KeyboardInterrupt:
         print("waffle: stopped the run, the server and its sites", file=sys.stderr)
         return 130
-    demonstration.compare(config, out / "deployed", out / "simulated")
-    seconds = demonstration.seconds_of(out / "deployed")
-    print(f"seconds per round: {', '.join(f'{value:.1f}' for value in seconds)}")
-    print("bit-equal to the simulation")
+    for name, config in configs.items():
+        demonstration.compare(config, out / name, out / f"{name}-simulated")
+        seconds = ", ".join(f"{value:.1f}" for value in demonstration.seconds_of(out / name))
+        print(f"{name}: seconds per round: {seconds}; bit-equal to the simulation")
+    if args.masked:
+        print(demonstration.masked_beside_clear(out, names))
     return 0
 
 
@@ -330,6 +335,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "add-site": add_site,
     "rotate": rotate,
     "revoke": revoke,
+    "peers": peers,
     "server": server,
     "register": register,
     "site": site,

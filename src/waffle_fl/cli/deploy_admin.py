@@ -87,6 +87,22 @@ def revoke(arguments: Sequence[str]) -> int:
     return _register(folder)
 
 
+def peers(arguments: Sequence[str]) -> int:
+    """Print the sites' public keys, for peers.pub of each site: waffle deploy peers FOLDER."""
+
+    @dataclass(frozen=True)
+    class Peers:
+        """Print one line per site. With these lines in its peers.pub a site verifies the others in masked runs."""
+
+        folder: tyro.conf.Positional[Path]
+        """The server's folder."""
+
+    from waffle_fl.deploy import membership
+
+    print(membership.peers_text(parse(Peers, arguments, "deploy peers").folder.resolve()), end="")
+    return 0
+
+
 def _register(folder: Path) -> int:
     from waffle_fl.deploy.control_client import ControlClient
 

@@ -43,6 +43,9 @@ class Budget:
     """TOML file with a table [METHOD] that defines the search space (docs/tune.md). Default: the method's own space."""
     only: tuple[str, ...] = ()
     """Search only these hyperparameters, such as --only omega psi. All others keep their values."""
+    storage: str = ""
+    """Storage of Optuna's study: journal:FILE, or a database such as postgresql://USER@HOST/NAME. Default: the folder.
+    The runs stay in the folder."""
     out: str = ""
     """Folder of the search. Default: runs/tune-DATA-SPLIT-METHOD-SEED. A search in that folder is resumed."""
 
@@ -124,7 +127,7 @@ def tune(arguments: Sequence[str]) -> int:
         listener = (
             SearchListener() if args.output.quiet else stack.enter_context(TuningDisplay(console_for(stderr=True)))
         )
-        result = search(spec, out, args.runtime, listener)
+        result = search(spec, out, args.runtime, listener, budget.storage)
     write(result, spec.space, out)
     if args.output.json:
         entries = list(record(result, spec.space))

@@ -101,6 +101,8 @@ class Settings:
     """Rounds of local training of an agent that joins after training, while the server does not change."""
     samples_per_agent: int = parameter(0, at_least(0))
     """Training samples per agent. 0 means all."""
+    division: Literal["disjoint", "drawn"] = "disjoint"
+    """No sample belongs to two agents; or each draws samples_per_agent of all, with more agents than samples."""
     validation: float = parameter(0.0, fraction())
     """Fraction held out to select a round. Added to samples_per_agent if more samples exist, else taken from them."""
     scored: Literal["alice", "all"] = "alice"
@@ -130,6 +132,8 @@ class Settings:
     """Share of the agents that take part in each round. At least two do; see docs/how-to/participation.md."""
     alice_takes_part: Literal["by-method", "always"] = "by-method"
     """With participation below 1: Alice takes part where the method's training depends on her, or always."""
+    states: Literal["memory", "disk"] = "memory"
+    """Where the states of the agents are kept. disk, with participation below 1: only a cohort is in memory."""
     lr: float = parameter(0.1, constraint_of(SGD, "lr"))
     """Local learning rate."""
     lr_decay: float = parameter(1.0, constraint_of(SGD, "lr_decay"))

@@ -17,12 +17,17 @@ from waffle_fl.deploy.survey import Answers, Stage, survey
 from waffle_fl.engines.flower.messages import Message
 from waffle_fl.engines.flower.server_run import RunPlan, ServerRun, initial_run_state
 from waffle_fl.errors import WaffleError
+from waffle_fl.experiment import round_settings
 from waffle_fl.models import FlatModel, builder, cross_entropy, squared_error
 from waffle_fl.tensorfile import MAX_HEADER, parse_header
 
 
 def dry_run(folder: Path, config: RunConfig) -> Iterator[str]:
     """Yield lines that describe every reply of the site in a run of one round; nothing is stored or sent."""
+    if round_settings(config.settings).masks:
+        raise WaffleError(
+            "a dry run has one site, and masks need four: leave out --privacy, docs/privacy.md has the rest"
+        )
     site = Site(folder)
     name = site.settings.name
     s = replace(config.settings, alice="0" if site.data.by_name else name, rounds=1)

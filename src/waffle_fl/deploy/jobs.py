@@ -109,6 +109,15 @@ class Job:
         write_json(self.path.with_suffix(".survey"), {"key": self._survey_key, "survey": survey.to_json()})
 
     @property
+    def introductions(self) -> dict[str, Any] | None:
+        """The sites' signed keys for private rounds of this run, by site; None if the run is new."""
+        content = read_json(self.path.with_suffix(".keys"))
+        return content["keys"] if content is not None and content.get("run") == self.run else None
+
+    def save_introductions(self, found: Mapping[str, Any]) -> None:
+        write_json(self.path.with_suffix(".keys"), {"run": self.run, "keys": found})
+
+    @property
     def _survey_key(self) -> dict[str, Any]:
         """The run and settings that the survey depends on, normalised through JSON."""
         key: dict[str, Any] = json.loads(json.dumps({"run": self.run, "settings": asdict(self.config.settings)}))

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from waffle_fl.deploy import membership, settings_files
 from waffle_fl.deploy.control_client import REGISTERED
+from waffle_fl.deploy.introductions import PEERS
 from waffle_fl.errors import WaffleError
 
 L = TypeVar("L", bound="LocalCluster")
@@ -109,6 +110,8 @@ def prepare(folder: Path, names: Sequence[str], data: str, **settings: object) -
         if is_folder:
             file = next(path for path in sorted(Path(data).resolve().iterdir()) if name in path.name.split("."))
             settings_files.change(site, data=str(file))
+    for name in names:
+        (folder / "sites" / name / PEERS).write_text(membership.peers_text(folder), encoding="ascii")
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,6 +14,7 @@ from waffle_fl.deploy.settings_files import (
     SITE_FILE,
     change,
     make_private,
+    public_keys,
     read_server,
     read_site,
     server_text,
@@ -111,6 +112,12 @@ def accept_key(folder: Path, name: str, public: Path) -> str:
     with writable(kept):
         write_atomically(kept, content)
     return fingerprint(content)
+
+
+def peers_text(folder: Path) -> str:
+    """Return the members' public keys, one line each: `peers.pub`, for the sites of masked runs."""
+    files = public_keys(folder, read_server(folder).members)
+    return "".join(f"{site} {path.read_text(encoding='ascii').strip()}\n" for site, path in files.items())
 
 
 def admitted_keys(folder: Path) -> dict[bytes, str]:

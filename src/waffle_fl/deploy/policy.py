@@ -42,6 +42,7 @@ class Policy:
     model_may_leave: bool
     epsilon: float = 0.0
     delta: float = 1e-5
+    min_contributors: float = 1.0
 
     def admit(self, config: Any, size: int) -> None:
         """Refuse runs that the rules exclude. Called before the config is parsed, because parsing may import code."""
@@ -74,10 +75,13 @@ class Policy:
         A method's integer hyperparameters multiply steps or memory: inner steps, clusters, models sent.
         """
         s = config.settings
-        if s.privacy not in ("off", "dp"):
-            raise Refused(f"this version cannot hide updates from the server (privacy = {s.privacy}): use a simulation")
-        if self.epsilon and s.privacy == "off":
-            raise Refused("this site has a privacy budget: it takes part in runs with privacy = dp only")
+        if self.epsilon and s.privacy not in ("dp", "masked+dp"):
+            raise Refused("this site has a privacy budget: it takes part in runs with privacy = dp only, or masked+dp")
+        if self.min_contributors > 1 and s.privacy not in ("masked", "masked+dp"):
+            raise Refused(
+                f"this site sends sums of at least {self.min_contributors:g} contributors only (min_contributors): set "
+                "privacy to masked"
+            )
         steps = s.steps(samples)
         options = config.to_json()["options"].values()
         repeats = math.prod(max(1, number) for number in options if type(number) is int)

@@ -16,6 +16,7 @@ from cryptography import x509
 from waffle_fl.attacks import NONE
 from waffle_fl.config import ALL_ALICES, RunConfig
 from waffle_fl.deploy.gateway import KEY_HEADER
+from waffle_fl.deploy.introductions import PEERS, peer_fingerprints, read_peers
 from waffle_fl.deploy.keys import fingerprint, wire_form
 from waffle_fl.deploy.processes import address_of
 from waffle_fl.deploy.settings_files import ServerSettings, data_of, read_server, read_site
@@ -23,7 +24,9 @@ from waffle_fl.deploy.signing import OPERATOR_KEY, OPERATOR_PUBLIC, load_trusted
 from waffle_fl.deploy.site import software
 from waffle_fl.deploy.site_data import NO_DROP
 from waffle_fl.deploy.site_store import Ledger
+from waffle_fl.engines.masked_checks import masking_problem, masks_updates
 from waffle_fl.errors import WaffleError, suggest
+from waffle_fl.experiment import round_settings
 from waffle_fl.folder_federation import check_undivided
 from waffle_fl.shifts import Drift, read_shifts
 from waffle_fl.user_data.folder_reader import layout_of
@@ -55,6 +58,7 @@ def findings(folder: Path) -> Iterator[Finding]:
         yield _private(folder / "node.key")
         yield _trusted(folder / OPERATOR_PUBLIC)
         yield _ledger(folder / "ledger.jsonl")
+        yield from _peers(folder / PEERS)
         try:
             yield _reached(*address_of(own), None if own.insecure else folder / "ca.crt")
             if not own.insecure:
@@ -74,8 +78,13 @@ def check_deployable(config: RunConfig, settings: ServerSettings) -> None:
         raise WaffleError("newcomers works in simulations only: remove it; a site that joins later starts a new run")
     if s.scored != "alice":
         raise WaffleError(f"scored works in simulations only, got {s.scored!r}: every site scores its own model")
-    if s.privacy not in ("off", "dp"):
-        raise WaffleError(f"privacy works in simulations only, got {s.privacy!r}: the sites would send their updates")
+    if problem := masking_problem(config.algorithm(), len(settings.members), round_settings(s)):
+        raise WaffleError(problem)
+    if s.alice == ALL_ALICES and masks_updates(config.algorithm(), round_settings(s)):
+        raise WaffleError(
+            "privacy = masked needs one Alice per job: sums of the same updates with other weights, one per Alice, "
+            "would give the server every update"
+        )
     if s.attack != NONE:
         raise WaffleError(f"attack works in simulations only, got {s.attack!r}: remove it")
     if s.final_model == "selected":
@@ -117,6 +126,15 @@ def _ledger(path: Path) -> Finding:
     except WaffleError as error:
         return False, str(error)
     return True, f"ledger with {len(list(ledger.lines()))} lines, none missing"
+
+
+def _peers(path: Path) -> Iterator[Finding]:
+    """The keys with which this site verifies the others in masked runs; without the file there is nothing to check."""
+    try:
+        for name in read_peers(path):
+            yield True, f"{name} has the key {peer_fingerprints(path)[name]}, to compare by telephone"
+    except WaffleError as error:
+        yield False, str(error)
 
 
 def _flower() -> Finding:

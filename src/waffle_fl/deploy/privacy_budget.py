@@ -18,11 +18,10 @@ from waffle_fl.deploy.settings_files import secret_of
 from waffle_fl.deploy.site_store import Ledger
 from waffle_fl.engines.private_gradients import release_of
 from waffle_fl.experiment import round_settings
-from waffle_fl.privacy.accounting import COARSEST, FINEST, Release, epsilon_of
+from waffle_fl.privacy.accounting import Release, epsilon_of, width_for
 from waffle_fl.privacy.secret_draws import SecretDraws
 
 SECRET = "noise.secret"  # random numbers of the site's noise; a reader could subtract the noise
-ROUNDING = 1e-3  # relative; the noise of a run is computed for exactly its epsilon
 
 
 class Spent(Refused):
@@ -60,8 +59,10 @@ class PrivacyBudget:
         else:
             limit, delta = s.epsilon, s.delta
             counted = self._released({"run": self.run, "course": self.label})
-        cost = epsilon_of([*{**counted, key: one}.values()], delta, min(COARSEST, max(FINEST, limit / 1000)))
-        if cost > (1 + ROUNDING) * limit:
+        if delta * samples >= 1:
+            raise Refused(f"delta in this site's site.toml: expected below 1 / {samples} rows, got {delta:g}")
+        cost = epsilon_of([*{**counted, key: one}.values()], delta, width_for(limit))
+        if cost > limit:
             raise Spent(f"the privacy budget of this site is spent: epsilon {limit:g} at delta {delta:g}")
         return {**entry, "spent": round(cost, 4), "delta": delta}
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from waffle_fl.algorithms import for_model
 from waffle_fl.config import ALL_ALICES, RunConfig
@@ -20,9 +20,12 @@ from waffle_fl.deploy.settings_files import public_keys, read_server
 from waffle_fl.deploy.signing import OPERATOR_KEY, load_operator_key, sign
 from waffle_fl.deploy.site import software
 from waffle_fl.deploy.survey import Answers, Stage, Survey, survey
+from waffle_fl.engines.flower.masked_messages import INTRODUCE
+from waffle_fl.engines.flower.masked_server_run import MaskedServerRun
 from waffle_fl.engines.flower.messages import METRICS, SCORES, Message
 from waffle_fl.engines.flower.server_run import (
     EvaluatedRound,
+    Masking,
     RunPlan,
     ServerRun,
     finite_or_none,
@@ -34,6 +37,7 @@ from waffle_fl.engines.flower.server_run import (
     tensors_of,
 )
 from waffle_fl.engines.flower.transport import MessageFactory, Transport
+from waffle_fl.engines.masked_checks import masking_problem, masks_updates
 from waffle_fl.engines.mixed_outputs import tensors_in
 from waffle_fl.engines.noise_checks import check_noise_covers
 from waffle_fl.engines.participation import Cohorts
@@ -43,6 +47,7 @@ from waffle_fl.experiment import model_name, round_settings
 from waffle_fl.federation import index_of
 from waffle_fl.guard import ABSENT, CLIPPED, OK, REASONS
 from waffle_fl.models import STATS_POLICY, FlatModel, Net, builder, cross_entropy, squared_error
+from waffle_fl.privacy.keys import Introduction
 from waffle_fl.records import Run, provenance, read_rounds, summary
 from waffle_fl.tensorfile import unpack
 
@@ -131,7 +136,8 @@ class JobRunner:
             )
         facts = self._survey()
         with contextlib.ExitStack() as stack:
-            entries = [self._open(stack, *run, facts) for run in self.job.runs(self.names, facts)]
+            introductions = self._introductions()
+            entries = [self._open(stack, *run, facts, introductions) for run in self.job.runs(self.names, facts)]
             if self.job.force:
                 self.job.write(force=False)  # --force applies once
             live = [entry for entry in entries if entry is not None]
@@ -177,7 +183,23 @@ class JobRunner:
         self.job.save_survey(found)
         return found
 
-    def _ask(self, stage: Stage, known: dict[str, Any]) -> Answers:
+    def _introductions(self) -> tuple[Introduction, ...]:
+        """Return the sites' signed keys for private rounds, requested once per run; empty if updates are not masked."""
+        if not masks_updates(self.job.config.algorithm(), round_settings(self.job.config.settings)):
+            return ()
+        found = self.job.introductions
+        if found is None:
+            found = {site: dict(answer) for site, answer in self._ask(INTRODUCE, {}).items()}
+            self.job.save_introductions(found)
+        try:
+            keys = [
+                (bytes.fromhex(found[site]["public"]), bytes.fromhex(found[site]["signature"])) for site in self.sites
+            ]
+        except (KeyError, TypeError, ValueError):
+            raise WaffleError("a site's signed key for private rounds cannot be read: see the sites' logs") from None
+        return tuple(Introduction(i, *pair) for i, pair in enumerate(keys))
+
+    def _ask(self, stage: Stage | Literal["introduce"], known: dict[str, Any]) -> Answers:
         fields = {**self._common_fields(), "stage": stage, "known": known}
         requests = {site: partial(Message, {**fields, "agent": i}) for i, site in enumerate(self.sites)}
         answers = {site: dict(reply.fields) for site, reply in self._exchange(requests, "query")}
@@ -210,7 +232,14 @@ class JobRunner:
         """Return the request, addressed to one site and signed with the current time."""
         return sign(factory(), self.operator, site)
 
-    def _open(self, stack: contextlib.ExitStack, config: RunConfig, folder: Path, facts: Survey) -> Entry | None:
+    def _open(
+        self,
+        stack: contextlib.ExitStack,
+        config: RunConfig,
+        folder: Path,
+        facts: Survey,
+        introductions: tuple[Introduction, ...],
+    ) -> Entry | None:
         """Lock a run's folder and restore its latest state; return None if the run has ended."""
         s = config.settings
         alice = index_of(s.alice, self.names)
@@ -225,6 +254,8 @@ class JobRunner:
         )
         algorithm = for_model(config.algorithm(), model.layers)
         check_noise_covers(algorithm, model, max(samples), round_settings(s))
+        if problem := masking_problem(algorithm, sum(n > 0 for n in samples), round_settings(s)):
+            raise WaffleError(problem)
         presence = s.rounds, s.participation, round_settings(s).needs_alice
         plan = RunPlan(
             run=self.job.run,
@@ -241,6 +272,7 @@ class JobRunner:
             cohorts=Cohorts(algorithm, samples, members, members.index(alice), s.seed, *presence),
             attempts=round_settings(s).attempts,
             scores=tuple(name for name in SCORES if not name.endswith(OTHER[facts.task])),
+            masking=Masking(round_settings(s), self.sites, introductions) if introductions else None,
         )
         run = stack.enter_context(
             Run.opened(folder, config, self._provenance(config, facts, model, alice), self.job.force)
@@ -255,7 +287,8 @@ class JobRunner:
         r, tensors, warnings = run.resume(tensors_of(start))
         for warning in warnings:
             self.job.journal.write(note=warning)
-        server_run = ServerRun(plan, model, run_state_of(r, tensors, start) if tensors else start)
+        kind = MaskedServerRun if plan.masking else ServerRun
+        server_run = kind(plan, model, run_state_of(r, tensors, start) if tensors else start)
         able = sum(n > 0 for n in samples)
         return Entry(server_run, run, config, members, min(self.settings.quorum, able), time.monotonic())
 
@@ -281,7 +314,7 @@ class JobRunner:
                 "run": self.job.run,
                 "tls": not self.settings.insecure,
             },
-            **privacy_of([facts.samples[site] for site in self.sites], range(len(self.sites)), s),
+            **privacy_of([facts.samples[site] for site in self.sites], range(len(self.sites)), s, noise="secret"),
             notes=[],
         )
 
@@ -338,12 +371,15 @@ class JobRunner:
     def _advance(self, entry: Entry) -> str | None:
         """Advance a run and record it. Return None while it continues, else why it ended early ("" if diverged)."""
         server_run = entry.server_run
-        if server_run.stuck:
-            return server_run.stuck
         missing, r = server_run.waiting_for(entry.quorum), server_run.latest.round + server_run.training
         evaluated, diverged = server_run.advance(entry.quorum)
+        for reason in server_run.rejected:
+            self.job.journal.write(note=f"round {r} begins again, with other masks: {reason}")
+        server_run.rejected.clear()
         if evaluated:
             self._record(entry, evaluated)
+        if server_run.stuck:
+            return server_run.stuck
         if diverged:
             self._diverged(entry, diverged)
             return ""

@@ -76,6 +76,7 @@ metrics = [{metrics}]   # metrics on held-out data that may leave
 model_may_leave = false   # whether a personal model of this site (local, apfl, ditto) may be sent to the server
 epsilon = 0.0   # privacy budget of a training row over all runs; when it is spent no update leaves; 0: as each run says
 delta = 1e-5   # probability with which epsilon may be exceeded; below 1 / training rows
+min_contributors = 1.0   # smallest effective number of agents in a sum with this site's update; above 1: masked only
 """
 
 
@@ -133,6 +134,7 @@ class SiteSettings:
     model_may_leave: bool = False
     epsilon: float = 0.0
     delta: float = 1e-5
+    min_contributors: float = 1.0
     schema: int = 1
 
     @property
@@ -258,6 +260,7 @@ def read_site(folder: Path) -> SiteSettings:
     )
     problems += [f"{k}: expected above 0" for k in above if not getattr(found, k) > 0]
     problems += [] if 0 <= found.max_exposed <= 1 else ["max_exposed: expected a share from 0 to 1"]
+    problems += [] if found.min_contributors >= 1 else ["min_contributors: expected at least 1"]
     problems += [] if found.epsilon >= 0 else ["epsilon: expected at least 0"]
     problems += [] if 0 < found.delta < 1 else ["delta: expected a number between 0 and 1"]
     _refuse(folder / SITE_FILE, problems)

@@ -27,9 +27,11 @@ from waffle_fl.algorithms import Net, for_model
 from waffle_fl.atomic_files import write_atomically
 from waffle_fl.config import RunConfig, Settings, check_name
 from waffle_fl.deploy.exposure import exposed_shares, usual_shares
+from waffle_fl.deploy.introductions import introduction_of
+from waffle_fl.deploy.masked_site import MaskedSite, NotAlone, ReadBefore
 from waffle_fl.deploy.policy import Refused
 from waffle_fl.deploy.privacy_budget import PrivacyBudget, Spent
-from waffle_fl.deploy.settings_files import data_of, make_private, read_site
+from waffle_fl.deploy.settings_files import data_of, make_private, read_site, secret_of
 from waffle_fl.deploy.signing import OPERATOR_PUBLIC, load_trusted_keys, verify
 from waffle_fl.deploy.site_arrays import FEWEST
 from waffle_fl.deploy.site_data import SiteData
@@ -37,14 +39,20 @@ from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread
 from waffle_fl.engines.evaluation import predictor_of
+from waffle_fl.engines.flower.masked_messages import INTRODUCE, READ_BEFORE, FirstRequest
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
+from waffle_fl.engines.masked_checks import masks_updates
 from waffle_fl.engines.mixed_outputs import models_in, tensors_in
 from waffle_fl.engines.noise_checks import check_noise
+from waffle_fl.engines.private_gradients import privacy_of
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, model_name, model_of, round_settings
 from waffle_fl.experiment.active_run import predictions
+from waffle_fl.federation import Federation
 from waffle_fl.metrics import measure
+from waffle_fl.models import FlatModel
+from waffle_fl.privacy.wire import read
 from waffle_fl.randomness import Draw, noise
 from waffle_fl.records import provenance, read_json, write_json
 from waffle_fl.tensorfile import MAX_HEADER, digest, pack, parse_header, unpack
@@ -52,6 +60,7 @@ from waffle_fl.update_encoding import LONGEST_REASON, Header, seal
 from waffle_fl.versions import RESULTS_VERSION, WIRE_VERSION
 
 log = logging.getLogger("waffle_fl")
+DIGEST_SECRET = "digest.secret"  # key of the hash of the data: without it, a guessed row could be confirmed
 NO_MODELS = ("c",)  # broadcast fields with the shape of a model that are not models: SCAFFOLD's control variate
 
 
@@ -72,8 +81,11 @@ def reason(error: Exception) -> str:
     return f"failed at the site ({type(error).__name__}); see the site's own log"
 
 
-def _describe_update(update: bytes) -> dict[str, Any]:
-    """Description of an update for the ledger: tensors with their shapes, size, and a hash."""
+def _describe_update(update: bytes, task: Request) -> dict[str, Any]:
+    """Description of an update for the ledger: tensors with their shapes or the masked phase, size, and a hash."""
+    if task.session:
+        about = {"phase": task.phase, "session": task.session}
+        return {"bytes": len(update), "sha256": hashlib.sha256(update).hexdigest(), "masked": about}
     header = parse_header(update[: 8 + MAX_HEADER], len(update))
     tensors = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     return {"bytes": len(update), "sha256": hashlib.sha256(update).hexdigest(), "tensors": tensors}
@@ -132,10 +144,12 @@ class Site:
         run, agent = check_name(str(fields["run"])), read_count(fields, "agent")
         self.policy.admit(fields["config"], sum(map(len, request.payloads.values())))
         config = RunConfig.from_json(fields["config"])
+        if fields.get("stage") == INTRODUCE:
+            return self._introduce(run, agent, nonce)
         if "stage" in fields:
             return self._answer_survey(run, agent, config.settings, fields["stage"], fields["known"], nonce)
         questions = self._check_surveys(self.data.questions(config.settings))
-        if self.data.digest(config.settings, agent, run) != fields["digest"]:
+        if self._digest(config.settings, agent, run) != fields["digest"]:
             raise Refused("this site's data has changed since the run began")
         tasks = [Request.from_json(content) for content in fields["tasks"]]
         if len({task.course for task in tasks}) < len(tasks):
@@ -149,7 +163,7 @@ class Site:
             try:
                 reply, update = handler.perform(request.payloads[task.course])
             except Exception as error:
-                reply = {"error": reason(error)}
+                reply = {"error": reason(error), **({READ_BEFORE: True} if isinstance(error, ReadBefore) else {})}
             self.ledger.note(
                 run=run,
                 nonce=nonce,
@@ -158,8 +172,9 @@ class Site:
                 attempt=task.attempt,
                 asked=handler.questions,
                 said=reply,
-                **({"update": _describe_update(update)} if update is not None else {}),
+                **({"update": _describe_update(update, task)} if update is not None else {}),
                 **({"released": handler.released} if handler.released else {}),
+                **({"read": handler.read} if handler.read else {}),
             )
             answers[task.course] = reply
             payloads |= {task.course: update} if update is not None else {}
@@ -174,8 +189,20 @@ class Site:
         self.data.check_names(s)
         questions = self._check_surveys(self.data.questions(s, stage, known))
         answer = self.data.answer_survey(s, agent, stage, known)
-        reply = Message({**answer, "digest": self.data.digest(s, agent, run)})
+        reply = Message({**answer, "digest": self._digest(s, agent, run)})
         self.ledger.note(run=run, nonce=nonce, stage=stage, asked=questions, said=reply.fields)
+        return reply
+
+    def _digest(self, s: Settings, agent: int, run: str) -> str:
+        """Return a hash of the data under a key that only this site knows, another one in every run."""
+        secret = secret_of(self.folder / DIGEST_SECRET)
+        return self.data.digest(s, agent, hashlib.blake2b(run.encode(), key=secret, digest_size=32).digest())
+
+    def _introduce(self, run: str, agent: int, nonce: str) -> Message:
+        """Return this site's signed public key for the private rounds of a job."""
+        one = introduction_of(self.folder, run, agent)
+        reply = Message({"public": one.public.hex(), "signature": one.signature.hex()})
+        self.ledger.note(run=run, nonce=nonce, stage=INTRODUCE, said=reply.fields)
         return reply
 
     def _check_surveys(self, questions: dict[str, str]) -> dict[str, str]:
@@ -201,10 +228,11 @@ class RequestHandler:
         self.site, self.run, self.agent, self.config, self.fields = site, run, agent, config, fields
         self.task, self.questions = task, questions
         self.released: dict[str, Any] | None = None  # what the reply costs of the privacy budget
+        self.read: dict[str, str] = {}  # the sum that the server can read with the reply
 
     @cached_property
-    def trainer(self) -> SiteTrainer:
-        """The agent's trainer, made after the rules are checked."""
+    def _data_and_model(self) -> tuple[Federation, FlatModel]:
+        """The agent's data and the run's model, which the rules allow."""
         s = self.config.settings
         federation = self.site.data.federation(s, self.agent, self.fields["known"])
         model = model_of(s, federation, Runtime(), torch.device("cpu"))
@@ -215,6 +243,12 @@ class RequestHandler:
             )
         size = model.size * model.dtype.itemsize
         self.site.policy.check_work(self.config, len(federation.train[0]), size)
+        return federation, model
+
+    @cached_property
+    def trainer(self) -> SiteTrainer:
+        """The agent's trainer, made after the rules are checked."""
+        s, (federation, model) = self.config.settings, self._data_and_model
         try:
             check_noise(for_model(self.config.algorithm(), model.layers), model, federation, round_settings(s))
         except WaffleError as error:
@@ -223,7 +257,15 @@ class RequestHandler:
 
     def perform(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
         """Train and evaluate as requested, within the site's rules; return (reply, update or model)."""
-        task = self.task
+        task, first = self.task, None
+        if bool(task.session) != self.masks and (task.session or task.round):
+            wanted = "masked" if self.masks else "no masks"
+            raise Refused(f"this run has {wanted} (privacy = {self.config.settings.privacy}), and the request does not")
+        if task.session and not task.round:
+            return self._go_on(payload)
+        if task.session:
+            first = self._first_of(payload)
+            payload = first.model
         down, restored = self._read(payload)
         agents = restored if task.restored else self._stored_state()
         if agents is None:
@@ -235,8 +277,8 @@ class RequestHandler:
         update = None
         if task.round:
             try:
-                update = self._train(down, agents)
-            except Spent as spent:
+                update = self._begin(first, down, agents) if first else self._train(down, agents)
+            except (Spent, NotAlone) as spent:
                 reply["spent"] = str(spent)
         if net and task.examine:
             reply["score"] = self._evaluate(net)
@@ -281,17 +323,59 @@ class RequestHandler:
             return start
         return self.site.store.load(self.run, task.course, task.base, start)
 
+    @cached_property
+    def masks(self) -> bool:
+        """Whether the run's updates leave masked only."""
+        return masks_updates(self.config.algorithm(), round_settings(self.config.settings))
+
+    @cached_property
+    def masked(self) -> MaskedSite:
+        """This site's side of the run's private rounds."""
+        s, site, (federation, model) = self.config.settings, self.site, self._data_and_model
+        where = site.folder, site.settings.name, site.policy, site.ledger, self.run, self.task.course, self.agent
+        steps = s.steps(len(federation.train[0]))
+        algorithm = for_model(self.config.algorithm(), model.layers)
+        return MaskedSite(*where, algorithm, model.init(s.seed), steps, round_settings(s), s.seed)
+
+    def _first_of(self, payload: bytes) -> FirstRequest:
+        try:
+            return read(payload, FirstRequest)
+        except WaffleError as error:
+            raise Refused(str(error)) from None
+
+    def _begin(self, first: FirstRequest, down: Any, agents: Any) -> bytes:
+        """Train, and return the reply to the first phase of a private round."""
+        question = self.questions["update"]
+        reply, self.read = self.masked.begin(
+            self.task, first, question, lambda: (down, agents, self._trained(down, agents))
+        )
+        return reply
+
+    def _go_on(self, payload: bytes) -> tuple[dict[str, Any], bytes | None]:
+        """Return the reply to a later phase of a private round."""
+        try:
+            reply, self.read = self.masked.go_on(self.task, payload)
+        except NotAlone as alone:
+            return {"spent": str(alone)}, None
+        return {}, reply
+
     def _train(self, down: Any, agents: Any) -> bytes:
+        up, task = self._trained(down, agents), self.task
+        header = Header(f"{self.run}/{task.course}/{task.attempt}", task.round, self.trainer.model.fingerprint())
+        return seal(up, 0, header, self.trainer.steps)
+
+    def _trained(self, down: Any, agents: Any) -> Any:
+        """Return the update, if it may leave, and store the agent's new state."""
         task = self.task
-        self._check_exposed(down, agents)
+        if not self.site.policy.epsilon:  # the check reads rows without noise, and a refusal would reveal its result
+            self._check_exposed(down, agents)
         after, up = self.trainer.train(down, agents, task.round, task.attempt, self._draws())
         up = self.site.policy.let_update_out(up)
         if after._fields:
             if task.restored:
                 self.site.store.save(self.run, task.course, task.base, task.base, agents)
             self.site.store.save(self.run, task.course, Version(task.round, task.attempt), task.base, after)
-        header = Header(f"{self.run}/{task.course}/{task.attempt}", task.round, self.trainer.model.fingerprint())
-        return seal(up, 0, header, self.trainer.steps)
+        return up
 
     def _draws(self) -> Draw:
         """Return the random numbers of noise and samples, after charging the update to the site's privacy budget."""
@@ -299,7 +383,8 @@ class RequestHandler:
         if not round_settings(s).adds_noise:
             return noise
         budget = PrivacyBudget.at(site.folder, site.ledger, site.policy, self.config, self.run, self.task.course)
-        question = f"{self.questions['update']}/{self.fields['digest']}"  # other data must not get the same noise
+        # Other data, or other arithmetic, must not get the same noise.
+        question = f"{self.questions['update']}/{self.trainer.federation.digest()}/{software()}"
         self.released = budget.charge(question, len(self.trainer.federation.train[0]), self.agent)
         return budget.draws_for(question)
 
@@ -343,6 +428,7 @@ class RequestHandler:
             parameters=trainer.model.size,
             test_samples=len(f.test[0]),
             statistics="",
+            **privacy_of([len(f.train[0])], [self.agent], round_settings(s), noise="secret"),
             notes=[],
         )
         write_json(folder / "config.json", self.config.to_json())

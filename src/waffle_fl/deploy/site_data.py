@@ -129,16 +129,16 @@ class SiteData:
         reading = {k: v for k, v in chosen.items() if k not in LATER or v != usual[k]}
         return {"reading": _hash(reading)} | ({stage: _hash([reading, known])} if stage else {})
 
-    def digest(self, s: Settings, agent: int, salt: str) -> str:
-        """Return a keyed hash of the data. The key is the run's id, so hashes of different runs cannot be compared."""
+    def digest(self, s: Settings, agent: int, key: bytes) -> str:
+        """Return a keyed hash of the data."""
         if self.by_name:
             content = self.federation(s, agent, {}).digest().encode()
         elif layout_of(Path(self.source)) == "arrays":
             content = Path(self.source).read_bytes()
         else:
             tables = tables_at(Path(self.source), _reading(s))
-            content = b"\n".join(key for table in tables for key in table.row_keys())
-        return hashlib.blake2b(content, key=salt.encode()[:64], digest_size=16).hexdigest()
+            content = b"\n".join(row for table in tables for row in table.row_keys())
+        return hashlib.blake2b(content, key=key, digest_size=16).hexdigest()
 
     def federation(self, s: Settings, agent: int, known: Mapping[str, Any]) -> Federation:
         """Return the federation as seen by this site: itself as the only agent."""

@@ -134,11 +134,18 @@ def run(
 
 
 def _line(r: int, measured: dict[str, Any], names: list[str], alice: str) -> tuple[Measured, bool]:
-    """Return the line of a record, and whether the round is finite; its weights are those of the cohort."""
+    """Return the line of a record, and whether the round is finite.
+
+    Numbers per agent are those of the participants, in their order, and have a place of their own: readers of `weights`
+    expect all agents.
+    """
     codes = measured.pop("codes")
     for key in ("loss", "validation_loss", "rmse", "validation_rmse"):
         if key in measured and not math.isfinite(measured[key]):
             measured[key] = None
     screened = {name: REASONS[int(code)] for name, code in zip(names, codes, strict=True) if code != OK}
-    line = {"round": r, **measured, "participants": names, **({"screened": screened} if screened else {})}
+    own = {key: value for key, value in measured.items() if isinstance(value, list)}
+    others = {key: value for key, value in measured.items() if key not in own}
+    line = {"round": r, **others, "participants": names, "of_participants": own}
+    line |= {"screened": screened} if screened else {}
     return cast(Measured, line), alice not in screened and measured["loss"] is not None

@@ -6,9 +6,7 @@ bytes derive from the run's seed: a simulation has no secrets, and the same conf
 
 from __future__ import annotations
 
-import hashlib
-from functools import cached_property, partial
-from itertools import count
+from functools import cached_property
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -17,12 +15,14 @@ from torch import Tensor
 from waffle_fl.algorithms import Net
 from waffle_fl.algorithms.contract import row_of
 from waffle_fl.engines.aggregation import Aggregated, Registered, recorded
-from waffle_fl.engines.masked_agent import RoundAgent, TrainedRow, UpdateReader
-from waffle_fl.engines.masked_round import MaskedRound, sizes_of
+from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
+from waffle_fl.engines.masked_parts import TrainedRow, sizes_of
+from waffle_fl.engines.masked_round import MaskedRound
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
 from waffle_fl.engines.tree import where_rows
 from waffle_fl.privacy.agent import MaskingAgent
 from waffle_fl.privacy.keys import pair_secrets, public_bytes
+from waffle_fl.privacy.masks import entropy_of
 from waffle_fl.privacy.messages import RoundId
 from waffle_fl.privacy.shamir import Entropy
 from waffle_fl.randomness import derive
@@ -65,10 +65,8 @@ class MaskedRounds:
             one_round.advance()
         server, now, codes, facts = one_round.settled()
         if one_round.usable:
-            alone = one_round.sums is None
-            sums = sides[int(known.alice)].own.sums(present.device) if alone else one_round.sums
             method: Any = algorithm
-            server = method.combine(server, sums, now)
+            server = method.combine(server, one_round.sums, now)
         agents = where_rows(now.intact, agents, before)
         net = algorithm.personal(server, agents, everyone)
         own = Net(row_of(net.params, known.alice), row_of(net.stats, known.alice))
@@ -95,12 +93,3 @@ class MaskedRounds:
     @property
     def job(self) -> str:
         return f"simulation {self.seed}"
-
-
-def entropy_of(start: bytes) -> Entropy:
-    """Return a source of random bytes that depends only on `start`."""
-    return partial(_drawn, start, count())
-
-
-def _drawn(start: bytes, draws: Any, length: int) -> bytes:
-    return hashlib.shake_256(start + f"/{next(draws)}".encode()).digest(length)

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from waffle_fl.algorithms import Net
-from waffle_fl.algorithms.contract import Rows, Vector, lengths
-from waffle_fl.engines.aggregation import Registered
+from waffle_fl.algorithms.contract import Rows, lengths
+from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, TrainedRow, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
-from waffle_fl.engines.tree import rows_of
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import OK, TOO_LONG, screen
 from waffle_fl.privacy import ring, sketch
@@ -43,25 +41,6 @@ from waffle_fl.privacy.phases import (
 from waffle_fl.privacy.ring import Numbers
 from waffle_fl.randomness import derive, noise
 
-USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; `unit_of` has that of updates
-WEIGHTS, GUARD = "weights", "guard"  # what distances are for
-
-
-class TrainedRow(NamedTuple):
-    """What an agent knows after it has trained; every state has one row."""
-
-    down: Any
-    agents: Any  # its state before the round
-    up: Any
-    steps: Tensor
-
-    @classmethod
-    def of(cls, i: int, states: tuple[Any, Any, Any], known: Registered) -> TrainedRow:
-        """Return what agent i knows, from the broadcast, the states and the updates of all."""
-        row = slice(i, i + 1)
-        down, agents, up = (rows_of(state, row) for state in states)
-        return cls(down, agents, up, known.steps[row])
-
 
 class UpdateNumbers(NamedTuple):
     """What an agent has computed from its update."""
@@ -72,16 +51,6 @@ class UpdateNumbers(NamedTuple):
     exact: tuple[tuple[Numbers, float], ...]  # the same without a sketch, for distances with a dealer
     length: float
     pull: float  # length of the control variate; 0 without one
-
-    def sums(self, device: torch.device) -> dict[str, Vector]:
-        """Return the sums of a round in which this agent holds all weight."""
-        return {name: torch.from_numpy(part.numbers).to(device) for name, part in self.summed.items()}
-
-
-def unit_of(algorithm: Any, name: str, r: int) -> float:
-    """Return the unit of a part: updates are as large as the learning rate makes them."""
-    sgd = algorithm.sgd
-    return ring.unit_for(10 * sgd.lr * sgd.lr_decay ** (r - 1) if name == "dy" else USUAL.get(name, 1.0))
 
 
 def server_seen_by(algorithm: Any, down: Any, agents: Any) -> Any:
@@ -136,7 +105,11 @@ class UpdateReader:
 
 
 class RoundAgent:
-    """One agent in one private round, after it has trained."""
+    """One agent in one private round, after it has trained.
+
+    A site answers each request in another process: `recall` repeats what the earlier ones have changed, and nothing
+    that depends on the update alone. With the same random bytes every reply is the same again.
+    """
 
     def __init__(self, own: UpdateNumbers, side: MaskingAgent, alice: int) -> None:
         self.own, self._side, self._is_alice, self._alice = own, side, side.agent == alice, alice
@@ -158,14 +131,35 @@ class RoundAgent:
             case UnmaskRequest(announced, reveal):
                 return self._side.reveal(reveal, announced)
             case AloneRequest():
-                return AloneReply(self.own.code)
+                return self._alone()
         raise WaffleError(f"expected a request of a private round, got {type(request).__name__}")
 
+    def recall(self, request: PhaseRequest) -> None:
+        """Restore the state after an earlier request of this round, which was answered."""
+        match request:
+            case OpenRequest() if self.own.code == OK:
+                self._side.open()
+            case CompareRequest(delivery):
+                self._side.receive(delivery)
+            case DealRequest():
+                self._deal(request)
+            case SumRequest(announced, deliveries):
+                for delivery in deliveries:
+                    self._side.receive(delivery)
+                if self._side.agent in announced.contributors:
+                    self._side.accept(announced)
+
     def _open(self, measured: bool) -> OpenReply:
+        floor = self._side.floor
         if self.own.code != OK:
-            return OpenReply(self.own.code, 0.0, 0.0, ())
+            return OpenReply(self.own.code, 0.0, 0.0, floor, ())
         lengths = (self.own.length, self.own.pull) if measured else (0.0, 0.0)
-        return OpenReply(OK, *lengths, openings=(self._side.open(),))
+        return OpenReply(OK, *lengths, floor, openings=(self._side.open(),))
+
+    def _alone(self) -> AloneReply:
+        if not self._is_alice:
+            raise WaffleError("expected Alice, the only agent whose update may be a sum: refuse the round")
+        return AloneReply(self.own.code, {name: ring.plain_bytes(one.numbers) for name, one in self.own.summed.items()})
 
     def _compare(self, request: CompareRequest) -> SketchReply:
         self._side.receive(request.delivery)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
@@ -19,7 +19,7 @@ FEWEST = 4  # agents in a private round: the threshold of shares is then below t
 
 def masked_rounds_of(spec: RunSpec, settings: RoundSettings) -> MaskedRounds | None:
     """Return the private rounds of a run, or None if its server may see the updates or there are none."""
-    if not settings.masks or _sends_nothing(spec):
+    if not masks_updates(spec.algorithm, settings):
         return None
     from waffle_fl.engines.masked import MaskedRounds
 
@@ -28,34 +28,42 @@ def masked_rounds_of(spec: RunSpec, settings: RoundSettings) -> MaskedRounds | N
 
 def check_privacy(spec: RunSpec, settings: RoundSettings) -> None:
     """Raise a WaffleError if a run that should be private cannot be."""
-    if not settings.masks or _sends_nothing(spec):
-        return
-    problem, able = _problem(spec, settings), int((spec.federation.samples > 0).sum())
-    size = cohort_size(able, settings.participation)
+    if problem := masking_problem(spec.algorithm, int((spec.federation.samples > 0).sum()), settings):
+        raise WaffleError(problem)
+    if masks_updates(spec.algorithm, settings) and spec.transport:
+        raise WaffleError(f"privacy = {settings.privacy}: expected no transport of updates as bytes")
+
+
+def masking_problem(algorithm: Any, able: int, settings: RoundSettings) -> str:
+    """Return why a run of so many agents with samples cannot be masked, or an empty string."""
+    if not masks_updates(algorithm, settings):
+        return ""
+    problem, size = _needs_updates(algorithm), cohort_size(able, settings.participation)
     if not problem and size < FEWEST:
         problem = f"expected at least {FEWEST} agents with samples in a round, got {size}"
     if not problem and settings.min_contributors > size:
         problem = f"min_contributors: expected at most {size}, the agents of a round, got {settings.min_contributors:g}"
     if not problem and not importlib.util.find_spec("cryptography"):
         problem = "needs the package cryptography: pip install 'waffle-fl[private]'"
-    if problem:
-        raise WaffleError(f"privacy = {settings.privacy}: {problem}")
+    return f"privacy = {settings.privacy}: {problem}" if problem else ""
 
 
-def _problem(spec: RunSpec, settings: RoundSettings) -> str:
-    """Return why the server of this run needs single updates, or an empty string."""
-    algorithm = spec.algorithm
+def _needs_updates(algorithm: Any) -> str:
+    """Return why the server of this method needs single updates, or an empty string."""
     name = type(getattr(algorithm, "unwrapped", algorithm)).__name__
     if not isinstance(algorithm, AggregatesSums):
         able = ", ".join(known for known, kind in ALGORITHMS.items() if issubclass(kind, AggregatesSums))
         return f"{name} does not aggregate from distances and weighted sums alone; these methods do: {able}"
     if option := algorithm.needs_updates():
         return f"the server of {name} needs each update by itself with {option}"
-    if spec.transport:
-        return "expected no transport of updates as bytes"
     return ""
 
 
-def _sends_nothing(spec: RunSpec) -> bool:
+def masks_updates(algorithm: Any, settings: RoundSettings) -> bool:
+    """Whether the updates of a run are masked."""
+    return settings.masks and not sends_nothing(algorithm)
+
+
+def sends_nothing(algorithm: Any) -> bool:
     """Whether the method's agents train alone, so that there is nothing to mask."""
-    return getattr(spec.algorithm, "sends_nothing", False)
+    return getattr(algorithm, "sends_nothing", False)

@@ -15,45 +15,36 @@ from torch import Tensor
 from waffle_fl.algorithms import Round
 from waffle_fl.algorithms.contract import Seen, Weights, row_of
 from waffle_fl.engines.aggregation import Registered
-from waffle_fl.engines.masked_agent import GUARD, WEIGHTS, TrainedRow, unit_of
 from waffle_fl.engines.masked_guard import screened
+from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, MessageSizes, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
+from waffle_fl.privacy import ring
 from waffle_fl.privacy.contributors import effective, respect_floors
 from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.messages import Announcement, Delivery, RevealRequest, RoundId
 from waffle_fl.privacy.phases import (
     REPLIES,
+    AloneReply,
     AloneRequest,
     CompareRequest,
     DealRequest,
+    DealtReply,
+    OpenReply,
     OpenRequest,
     PhaseReply,
     PhaseRequest,
     ProductRequest,
+    Products,
     SketchReply,
+    SumReply,
     SumRequest,
     UnmaskRequest,
 )
 from waffle_fl.privacy.server import MaskingServer
 
 Phase: TypeAlias = Literal["open", "compare", "deal", "product", "sum", "reveal", "alone", "done"]
-
-
-class MessageSizes(NamedTuple):
-    """How many numbers a method's messages have."""
-
-    parts: Mapping[str, int]  # of the sums, by part
-    compared: Mapping[str, int]  # of what distances compare, by name; at most one
-    update: int
-
-
-def sizes_of(algorithm: Any, trained: TrainedRow) -> MessageSizes:
-    """Return the sizes of a method's messages, from any agent's state and update."""
-    parts = {name: rows.shape[1] for name, rows in algorithm.summed_rows(*trained).items()}
-    compared = {name: rows.shape[1] for name, rows in algorithm.compared_rows(*trained).items()}
-    return MessageSizes(parts, compared, trained.up.dy.shape[1])
 
 
 class Unreadable(WaffleError):
@@ -68,12 +59,13 @@ class Present(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The agents that have opened the round, the shares that they receive, and the lengths that they report."""
+    """The agents that have opened the round, the shares that they receive, and what they report."""
 
     agents: list[int]
     deliveries: Mapping[int, Delivery]
     lengths: Weights  # of updates
     pulls: Weights  # of control variates
+    floors: Sequence[float]  # of all agents: their smallest effective number of contributors
 
 
 class RoundWeights(NamedTuple):
@@ -86,7 +78,7 @@ class RoundWeights(NamedTuple):
 
 
 class MaskedRound:
-    """One attempt at one round. After the last phase, `sums` are the weighted sums; None if Alice holds all weight."""
+    """One attempt at one round. After the last phase, `sums` are the weighted sums, or empty if there is none."""
 
     def __init__(
         self,
@@ -99,7 +91,7 @@ class MaskedRound:
         floors: Sequence[float],
     ) -> None:
         self.algorithm, self.settings, self.server, self.at = algorithm, settings, server, at
-        self._known, self._sizes, self._floors = known, sizes, floors
+        self._known, self._sizes = known, sizes
         self._alice = int(known.alice)
         asked = known.asked & (known.samples > 0)
         self.group: tuple[int, ...] = tuple(asked.nonzero().flatten().tolist())
@@ -109,10 +101,10 @@ class MaskedRound:
         facts = known.samples, known.steps, settings.batch_size, None, known.asked
         now = Round(at.round, settings.rounds, known.alice, asked, asked, *facts)
         self._admitted = Present(now, torch.where(known.asked, torch.full_like(known.samples, OK), NOT_ASKED))
-        self._opened = Opened([], {}, self._zeros, self._zeros)
+        self._opened = Opened([], {}, self._zeros, self._zeros, floors)
         self._sketches: Mapping[int, SketchReply] = {}  # of the phase `deal`
         self._decided = RoundWeights({"dy": self._zeros}, server, {}, Announcement({}))
-        self.sums: Mapping[str, Tensor] | None = None
+        self.sums: Mapping[str, Tensor] = {}
         self.uploaded = 0
         self.phase: Phase = "open"
         self._requests: Mapping[int, PhaseRequest] = {i: OpenRequest(self._measures(i)) for i in self.group}
@@ -133,6 +125,7 @@ class MaskedRound:
             raise WaffleError(f"expected another reply in the phase {self.phase}, got {type(reply).__name__}")
         if reply.senders - {agent}:  # the transport knows who sent it
             raise WaffleError("the reply names another agent as its sender")
+        self._check_sizes(reply)
         self._replies[agent] = reply
         self.uploaded += reply.size
 
@@ -161,11 +154,12 @@ class MaskedRound:
             case "reveal":
                 self._reveal(replies)
             case "alone":
-                self._note(self._alice, replies[self._alice].code)
-                now = self._admitted.now
-                is_alice = torch.arange(len(now.samples), device=now.samples.device) == now.alice
-                self._admitted = self._admitted._replace(now=now._replace(intact=now.intact & is_alice))
-                self.phase = "done"
+                self._apply_alone(replies[self._alice])
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first phase has ended, in which agents train."""
+        return bool(self._opened.agents) or self.phase == "done"
 
     @property
     def usable(self) -> bool:
@@ -179,17 +173,18 @@ class MaskedRound:
         return decided.server, *self._admitted, {**decided.info, "weights": decided.weights["dy"], **facts}
 
     def _open(self, replies: Mapping[int, Any]) -> None:
-        lengths, pulls = self._zeros, self._zeros
+        lengths, pulls, floors = self._zeros, self._zeros, list(self._opened.floors)
         for i in self.group:
             self._note(i, replies[i].code if i in replies else ABSENT)
         for i, reply in replies.items():
             lengths[i], pulls[i] = reply.length, reply.pull
+            floors[i] = max(floors[i], reply.floor)
         opened = [i for i in self.group if self._admitted.now.received[i]]
         if not self.usable:  # the round is tried again with other batches
             self.phase, self._requests = "done", {}
             return
         deliveries = self._hub.deliver(opening for i in opened for opening in replies[i].openings)
-        self._opened = Opened(opened, deliveries, lengths, pulls)
+        self._opened = Opened(opened, deliveries, lengths, pulls, floors)
         if not self._purposes:
             self._weigh(self._zeros)
             return
@@ -270,7 +265,7 @@ class MaskedRound:
         reveal = self._hub.request(one for reply in replies.values() for one in reply.sums)
         for i in reveal.missing:
             self._note(i, ABSENT)
-        floor = max(self._floors[i] for i in announced.contributors)
+        floor = max(self._opened.floors[i] for i in announced.contributors)
         for table in announced.weights.values():
             number = effective([table[i] for i in reveal.arrived])
             if len(reveal.arrived) < 2 or number < floor:
@@ -279,6 +274,46 @@ class MaskedRound:
                     f"{number:.2f}: the sums of {len(reveal.missing)} agents have not arrived"
                 )
         self.phase, self._requests = "reveal", dict.fromkeys(self._opened.agents, UnmaskRequest(announced, reveal))
+
+    def _apply_alone(self, reply: AloneReply) -> None:
+        """Take Alice's own numbers as the sums; nobody else has taken part."""
+        self._note(self._alice, reply.code)
+        now = self._admitted.now
+        is_alice = torch.arange(len(now.samples), device=now.samples.device) == now.alice
+        self._admitted = self._admitted._replace(now=now._replace(intact=now.intact & is_alice))
+        if reply.code == OK:
+            found = {name: ring.plain_numbers(reply.sums[name], count) for name, count in self._sizes.parts.items()}
+            self.sums = {name: torch.from_numpy(numbers).to(is_alice.device) for name, numbers in found.items()}
+        self.phase, self._requests = "done", {}
+
+    def _check_sizes(self, reply: PhaseReply) -> None:
+        """Raise if a reply has not the parts and lengths that an agent would send."""
+        (*_, compared) = (0, *self._sizes.compared.values())
+        short = ring.SKETCH_BYTES * (1 + min(self.settings.sketch_size, compared or self._sizes.update))
+        match reply:
+            case OpenReply(code, length, pull, floor, openings):
+                sound = code in range(len(REASONS)) and len(openings) == (code == OK)
+                sound = sound and min(length, pull) >= 0 and floor >= 1
+            case SketchReply(sketches):
+                sound = all(sketch.size == short for some in sketches.values() for sketch in some)
+            case DealtReply(sketches, vectors, words):
+                self._check_sizes(sketches)
+                sound = all(len(v.words) == compared for v in vectors) and all(len(word.words) == 1 for word in words)
+            case Products(words):
+                sound = all(len(word.words) == 1 for word in words)
+            case SumReply(sums):
+                sound = len(sums) <= 1
+            case AloneReply(code, own) if code == OK:
+                sound = own.keys() == self._sizes.parts.keys()
+                for name, content in own.items() if sound else ():
+                    try:
+                        ring.plain_numbers(content, self._sizes.parts[name])
+                    except ValueError:
+                        sound = False
+            case _:
+                sound = True
+        if not sound:
+            raise WaffleError(f"the reply in the phase {self.phase} has parts that an agent would not send")
 
     def _reveal(self, replies: Mapping[int, Any]) -> None:
         (request,) = {id(one): one for one in self._requests.values()}.values()
@@ -311,11 +346,11 @@ class MaskedRound:
         """Return the weights without agents whose floor is not reached."""
         given = weights["dy"].tolist()
         alice = self._alice if getattr(self.algorithm, "for_alice", False) else None
-        allowed = respect_floors(given, self._floors, alice)
+        allowed = respect_floors(given, self._opened.floors, alice)
         if any(given) and not any(allowed):
             raise WaffleError(
                 f"min_contributors: expected at most {effective(given):.2f}, the effective number of agents in round "
-                f"{self.at.round}, got {max(self._floors):g}"
+                f"{self.at.round}, got {max(self._opened.floors):g}"
             )
         if not any(w != 0 and a == 0 for w, a in zip(given, allowed, strict=True)):
             return weights

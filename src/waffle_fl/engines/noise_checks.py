@@ -11,9 +11,7 @@ from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
-from waffle_fl.privacy.accounting import Release, cached_epsilon
-
-SLACK = 1e-3  # given multipliers may be rounded
+from waffle_fl.privacy.accounting import LEAST_NOISE, Release, cached_epsilon, width_for
 
 
 def check_noise(algorithm: Algorithm, model: FlatModel, federation: Federation, settings: RoundSettings) -> None:
@@ -21,7 +19,7 @@ def check_noise(algorithm: Algorithm, model: FlatModel, federation: Federation, 
     if not settings.adds_noise:
         return
     check_noise_covers(algorithm, model, int(federation.samples.max()), settings)
-    if settings.noise_multipliers and importlib.util.find_spec("dp_accounting"):
+    if settings.noise_multipliers:
         _check_given(releases_of(federation, settings), settings)
 
 
@@ -37,19 +35,21 @@ def check_noise_covers(algorithm: Algorithm, model: FlatModel, most_samples: int
         problem = "the network's forward pass draws random numbers or depends on values of other samples"
     elif settings.delta * most_samples >= 1:
         problem = f"delta: expected below 1 / {most_samples}, the most samples of an agent, got {settings.delta:g}"
-    elif not settings.noise_multipliers and not importlib.util.find_spec("dp_accounting"):
-        problem = (
-            "needs the package dp-accounting (pip install 'waffle-fl[private]') to compute noise, or noise_multipliers"
-        )
+    elif not importlib.util.find_spec("dp_accounting"):
+        problem = "needs the package dp-accounting, which computes noise: pip install 'waffle-fl[private]'"
     if problem:
         raise WaffleError(f"privacy = {settings.privacy}: {problem}")
 
 
 def _check_given(releases: Mapping[str, Release], settings: RoundSettings) -> None:
     """Raise if noise multipliers of the settings are too small for epsilon."""
+    if min(settings.noise_multipliers) < LEAST_NOISE:
+        raise WaffleError(
+            f"noise_multipliers: expected at least {LEAST_NOISE:g}, got {min(settings.noise_multipliers):g}"
+        )
     for name, release in releases.items():
-        cost = cached_epsilon(release, settings.delta) if release.steps else 0.0
-        if cost > (1 + SLACK) * settings.epsilon:
+        cost = cached_epsilon(release, settings.delta, width_for(settings.epsilon)) if release.steps else 0.0
+        if cost > settings.epsilon:
             raise WaffleError(
                 f"noise_multipliers: expected at least the noise that epsilon {settings.epsilon:g} needs, got "
                 f"{release.multiplier:g}, with which {name} would spend {cost:.3g}: leave them out"

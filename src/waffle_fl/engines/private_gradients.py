@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,14 +59,20 @@ def release_of(s: RoundSettings, samples: int, agent: int) -> Release:
     return Release(rate, noise_multiplier(s.epsilon, s.delta, rate, steps), steps)
 
 
-def privacy_of(samples: Sequence[int], ids: Sequence[int], s: RoundSettings) -> dict[str, Any]:
-    """Return the guarantee of a run for its provenance; empty without one. Lists have one entry per agent."""
+def privacy_of(
+    samples: Sequence[int], ids: Sequence[int], s: RoundSettings, noise: Literal["seed", "secret"] = "seed"
+) -> dict[str, Any]:
+    """Return the guarantee of a run for its provenance; empty without one. Lists have one entry per agent.
+
+    `noise` is what the noise derives from: the run's seed, which is no secret, or a secret of each site.
+    """
     if not s.adds_noise:
         return {}
     found = [release_of(s, count, agent) for count, agent in zip(samples, ids, strict=True)]
     rates, multipliers, steps = zip(*found, strict=True)
     agents = {"rates": list(rates), "noise_multipliers": list(multipliers), "steps": list(steps)}
-    return {"privacy": {"epsilon": s.epsilon, "delta": s.delta, "sample_clip": s.sample_clip, **agents}}
+    about = {"epsilon": s.epsilon, "delta": s.delta, "sample_clip": s.sample_clip, "noise": noise}
+    return {"privacy": {**about, **agents}}
 
 
 def step_grad(model: FlatModel, batches: Batches, plan: BatchPlan, t: Tensor, size: int, plain: bool = False) -> Grad:

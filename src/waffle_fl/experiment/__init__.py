@@ -3,6 +3,8 @@
 runtime      device, data folder, workers; listeners
 factories    build the federation and the model from the settings
 planning     the runs of a grid
+prepared_run checks of a run; its data, its model and its spec
+grouping     runs that train in one stack
 execution    train runs, stack by stack, and resume them
 active_run   one run in progress: log, checkpoint, close
 """

@@ -69,6 +69,8 @@ def selection_of(s: Settings) -> Selection:
 
 def save(active: ActiveRun) -> None:
     if active.latest:
+        if active.spec.store:
+            active.spec.store.sync(active.latest[1].agents)
         chosen = selected_tensors(active.selected.net) if active.selected else {}
         active.run.checkpoint(active.latest[0], tensors_of(active.latest[1]) | chosen)
 
@@ -122,6 +124,8 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
     active.run.close(
         result, tensors_in(spec.algorithm, model, own), {name: tensor.cpu() for name, tensor in tensors.items()}
     )
+    if spec.store:
+        spec.store.delete()
     return result
 
 

@@ -111,6 +111,7 @@ def _federation(s: Settings, data_dir: str, allow_unverified: bool) -> Federatio
         permutation_seed=s.permutation_seed,
         shared_permutation=s.shared_permutation,
         shift=s.shift,
+        division=s.division,
     )
     return build(dataset, partition, alice, _pool(s.data, data_dir, allow_unverified))
 

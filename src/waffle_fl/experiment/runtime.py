@@ -39,6 +39,10 @@ class Runtime:
     """Continue a run even if its config, data or code has changed. Noted in the record."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     """Minimum number of seconds between checkpoints. 0 saves after every round."""
+    on: Literal["local", "ray"] = "local"
+    """Train here, or as tasks of a Ray cluster: a running one, or one that is started on this machine."""
+    address: str = ""
+    """With --on ray: address of the cluster. Default: $RAY_ADDRESS, or else a cluster that runs on this machine."""
     minutes: float = 0.0
     """Save all runs and stop after this many minutes. 0 means no limit."""
 
@@ -51,6 +55,10 @@ class Listener:
     def advanced(self, config: RunConfig, measured: Mapping[str, Any]) -> None: ...
     def ended(self, config: RunConfig, result: Mapping[str, Any]) -> None: ...
     def warned(self, message: str) -> None: ...
+
+    def stopped(self) -> bool:
+        """Whether training is to stop after this round, with all runs saved."""
+        return False
 
 
 def device_of(name: str) -> torch.device:

@@ -110,14 +110,21 @@ def _intended_use(trained: Trained) -> str:
     )
 
 
-def _privacy_limit(guarantee: str) -> str:
+def _privacy_limit(run: FinishedRun) -> str:
+    guarantee = run.config.settings.guarantee
     if not guarantee:
         return (
             "It was trained without a formal privacy guarantee: do not publish it if its training data is confidential."
         )
+    simulated = (
+        ""
+        if run.provenance.get("privacy", {}).get("noise") == "secret"
+        else " This is a simulation, whose noise is computed from the seed among the settings. The guarantee is that "
+        "of a deployment with these settings; do not publish this model as private."
+    )
     return (
         f"Differential privacy: {guarantee}. It does not cover statistics of the preprocessing, validation and test "
-        "samples, hyperparameters chosen on this data, or other models trained on it."
+        f"samples, hyperparameters chosen on this data, or other models trained on it.{simulated}"
     )
 
 
@@ -131,7 +138,7 @@ def _limits(trained: Trained) -> list[str]:
         f"The model is that of the {'last round' if last else 'round with the best validation score'}; it was not "
         "selected on test samples.",
         "A contributor's weight shows how much its updates were used for this model, not the quality of its data.",
-        _privacy_limit(run.config.settings.guarantee),
+        _privacy_limit(run),
     ]
     if trained.classes:
         limits.append("It always predicts one of its classes, also for a sample that belongs to none of them.")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from waffle_fl.errors import WaffleError
 
-LEAST_NOISE = 0.2  # a noise multiplier below which accounting takes long
+LEAST_NOISE = 0.2  # a noise multiplier below which accounting takes minutes
 PRECISION = 1e-3  # relative, of the epsilon of a noise multiplier
 SEARCHES = 50
 COARSEST, FINEST = 1e-3, 1e-5  # width of the intervals into which privacy losses are divided
@@ -46,9 +46,14 @@ def epsilon_of(releases: Iterable[Release], delta: float, width: float = COARSES
 
 
 @lru_cache(maxsize=4096)
-def cached_epsilon(release: Release, delta: float) -> float:
+def cached_epsilon(release: Release, delta: float, width: float) -> float:
     """Return the epsilon of one release."""
-    return epsilon_of([release], delta)
+    return epsilon_of([release], delta, width)
+
+
+def width_for(epsilon: float) -> float:
+    """Return the width of intervals with which epsilons of this size are computed."""
+    return min(COARSEST, max(FINEST, epsilon / 1000))
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +64,7 @@ def noise_multiplier(epsilon: float, delta: float, rate: float, steps: int) -> f
     """
     if not steps or not rate:
         return 0.0
-    width = min(COARSEST, max(FINEST, epsilon / 1000))
+    width = width_for(epsilon)
     multiplier, slope = 1.0, 1.0
     before: tuple[float, float] | None = None
     for _ in range(SEARCHES):

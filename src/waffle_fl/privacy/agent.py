@@ -94,7 +94,7 @@ class MaskingAgent:
             raise WaffleError("expected this agent's own salt among those of its group, got another: refuse the round")
         if len(delivery.salts) < max(FEWEST, shamir.threshold_for(len(self.group))):
             raise WaffleError(f"expected more agents in the round, got {len(delivery.salts)} of {len(self.group)}")
-        self._opened, self._transcript = frozenset(delivery.salts), transcript_of(self.at, delivery.salts)
+        self._opened, self._transcript = frozenset(delivery.salts), transcript_of(self.at, self.group, delivery.salts)
         for sender in delivery.salts.keys() & delivery.shares.keys() - {self.agent}:
             try:
                 self._held[sender] = self._decrypt(delivery.shares[sender], sender)
@@ -143,14 +143,18 @@ class MaskingAgent:
         """Return the key of what a dealer and its partner share for the distance of this agent from Alice."""
         return derive(secret, f"dealt for {agent}", self._transcript)
 
-    def contribute(self, announced: Announcement, parts: Mapping[str, Numbered]) -> MaskedSums:
-        """Return this agent's weighted numbers, masked; refuse weights with too few effective contributors."""
+    def accept(self, announced: Announcement) -> None:
+        """Bind this agent to the weights of its only sum; refuse them if it has no part in it or too large a one."""
         self._take("contribute")
         self._check_weights(announced)
         if self.agent not in announced.contributors:
             raise WaffleError(f"agent {self.agent} has no weight in this round, so it sends nothing")
         self._check_floor(announced, announced.contributors)
         self._announced = announced
+
+    def contribute(self, announced: Announcement, parts: Mapping[str, Numbered]) -> MaskedSums:
+        """Return this agent's weighted numbers, masked; refuse weights with too few effective contributors."""
+        self.accept(announced)
         words = [
             self._weighted(parts[name], announced.weights[name].get(self.agent, 0.0)) for name in announced.weights
         ]

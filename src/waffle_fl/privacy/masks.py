@@ -9,7 +9,9 @@ Every key is used for one stream, or for messages with random nonces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
@@ -31,28 +33,38 @@ def derive(secret: bytes, purpose: str, context: bytes = b"") -> bytes:
     return HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
 
 
-def stream(key: bytes, count: int) -> Words:
+def stream(key: bytes, length: int) -> Words:
     """Return uniform words that depend only on the key."""
-    return next(blocks(key, [count]))
+    return next(blocks(key, [length]))
 
 
-def blocks(key: bytes, counts: Iterable[int]) -> Iterator[Words]:
+def blocks(key: bytes, lengths: Iterable[int]) -> Iterator[Words]:
     """Yield consecutive parts of a stream; small ones stay in the CPU's cache."""
     cipher = Cipher(algorithms.ChaCha20(key, NONCE), mode=None).encryptor()
-    for count in counts:
-        words = bytearray(4 * count)
-        cipher.update_into(bytes(4 * count), words)
+    for length in lengths:
+        words = bytearray(4 * length)
+        cipher.update_into(bytes(4 * length), words)
         yield np.frombuffer(words, dtype="<u4").astype(np.uint32, copy=False)
 
 
-def self_mask(secret: bytes, context: bytes, count: int) -> Words:
+def entropy_of(secret: bytes) -> Callable[[int], bytes]:
+    """Return a source of random bytes that depends only on the secret: SHAKE-256 of it and a counter."""
+    draws = count()
+
+    def draw(length: int) -> bytes:
+        return hashlib.shake_256(secret + f"/{next(draws)}".encode()).digest(length)
+
+    return draw
+
+
+def self_mask(secret: bytes, context: bytes, length: int) -> Words:
     """Return the mask that an agent adds alone, so that a sum that arrives late stays masked."""
-    return stream(derive(secret, "self mask", context), count)
+    return stream(derive(secret, "self mask", context), length)
 
 
-def pair_mask(seed: bytes, agent: int, other: int, context: bytes, count: int) -> Words:
+def pair_mask(seed: bytes, agent: int, other: int, context: bytes, length: int) -> Words:
     """Return what `agent` adds for its pair with `other`: the opposite of what the other adds."""
-    words = stream(derive(seed, "pair mask", context), count)
+    words = stream(derive(seed, "pair mask", context), length)
     return words if agent < other else np.negative(words)
 
 

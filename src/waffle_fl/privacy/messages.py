@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from waffle_fl.privacy.ring import LongWords, Words
@@ -28,15 +28,16 @@ CHECK_WORDS = 4  # zeros at the end of the sums: masks that do not cancel are re
 
 @dataclass(frozen=True)
 class RoundId:
-    """The round to which masks belong. A repeated round is another attempt, with other masks."""
+    """The round to which masks belong. Another attempt, with other batches, and another session have other masks."""
 
     job: str
     round: int
     attempt: int = 0
+    session: int = 0  # one more for each time that a server begins the round; an agent never takes part in it twice
 
     @property
     def context(self) -> bytes:
-        return f"{self.job}\n{self.round}\n{self.attempt}".encode()
+        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}".encode()
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,9 @@ class Revealed:
         return {self.holder}
 
 
-def transcript_of(at: RoundId, salts: Mapping[int, bytes]) -> bytes:
-    """Return a digest of who opened the round, with which salts."""
-    digest = hashlib.sha256(at.context)
+def transcript_of(at: RoundId, group: Sequence[int], salts: Mapping[int, bytes]) -> bytes:
+    """Return a digest of the agents that were asked, and of who opened the round, with which salts."""
+    digest = hashlib.sha256(at.context + struct.pack(f"<q{len(group)}q", len(group), *group))
     for agent, salt in sorted(salts.items()):
         digest.update(struct.pack("<q", agent) + salt)
     return digest.digest()

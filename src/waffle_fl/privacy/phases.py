@@ -6,10 +6,11 @@ deal     instead, with exact distances: masked vectors for each other, and the w
 product  then the words whose sums are the squared distances
 sum      it receives the weights of all agents, and sends its masked sum
 reveal   it receives whose sums have arrived, and sends shares
-alone    Alice holds all weight: her site applies her update itself, and nothing leaves
+alone    Alice holds all weight: the sum is her update, which she alone sends; nobody else sends anything
 
-No reply of an agent has a field for numbers that are not masked, except two lengths that the guard and Weight Erosion
-read.
+No reply of an agent but Alice's last one has a field for numbers that are not masked, except two lengths that the guard
+and Weight Erosion read. No reply of any type can be unmasked by itself: the server needs shares of two thirds of the
+agents, and gets them for one sum per round.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class OpenReply:
     code: int
     length: float  # of its update; 0 if not asked for
     pull: float  # the length of its control variate; 0 if not asked for, or without control variates
+    floor: float  # the smallest effective number of contributors that it accepts
     openings: tuple[Opening, ...]  # one, or none if the update cannot be used
 
     @property
@@ -168,13 +170,14 @@ class AloneRequest:
 
 @dataclass(frozen=True)
 class AloneReply:
-    """Says whether Alice could use her own update: 0, or a reason code of the guard."""
+    """The sums of a round in which Alice holds all weight, or why she cannot use her own update."""
 
-    code: int
+    code: int  # 0, or a reason code of the guard
+    sums: Mapping[str, bytes]  # by part: float32 if that is exact, else float64
 
     @property
     def size(self) -> int:
-        return 0
+        return sum(map(len, self.sums.values()))
 
     @property
     def senders(self) -> set[int]:
@@ -193,4 +196,13 @@ REPLIES: Mapping[type[PhaseRequest], type[PhaseReply]] = {
     SumRequest: SumReply,
     UnmaskRequest: Revealed,
     AloneRequest: AloneReply,
+}
+REQUESTS: Mapping[str, type[PhaseRequest]] = {
+    "open": OpenRequest,
+    "compare": CompareRequest,
+    "deal": DealRequest,
+    "product": ProductRequest,
+    "sum": SumRequest,
+    "reveal": UnmaskRequest,
+    "alone": AloneRequest,
 }

@@ -54,6 +54,20 @@ def decode(words: Words, unit: float, bits: int) -> Numbers:
     return words.view(np.int32).astype(np.float64) * (unit * 2.0**-bits)
 
 
+def plain_bytes(numbers: Numbers) -> bytes:
+    """Return numbers that are not masked: as float32 if that is exact, else as float64."""
+    short = numbers.astype("<f4")
+    return (short if np.array_equal(short, numbers) else numbers.astype("<f8")).tobytes()
+
+
+def plain_numbers(content: bytes, count: int) -> Numbers:
+    """Return the numbers of `plain_bytes`; raise ValueError if they are not `count` finite ones."""
+    numbers = np.frombuffer(content, dtype="<f8" if len(content) == 8 * count else "<f4").astype(np.float64)
+    if len(numbers) != count or not np.isfinite(numbers).all():
+        raise ValueError(f"expected {count} finite numbers")
+    return numbers
+
+
 def wrap(words: LongWords) -> LongWords:
     """Return words modulo 2^48."""
     return words & np.uint64((1 << 8 * SKETCH_BYTES) - 1)

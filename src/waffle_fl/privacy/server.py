@@ -88,7 +88,7 @@ class MaskingServer:
         """Return the sum of each part over the contributors whose sums have arrived."""
         assert self._announced is not None
         salts = {i: opening.salt for i, opening in self._openings.items()}
-        context = self._announced.binding(transcript_of(self.at, salts))
+        context = self._announced.binding(transcript_of(self.at, self.group, salts))
         count = sum(length for length, _ in self.parts.values()) + CHECK_WORDS
         total = np.zeros(count, dtype=np.uint32)
         for words in self._sums.values():

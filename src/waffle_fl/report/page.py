@@ -121,8 +121,14 @@ def _facts(run: FinishedRun) -> dict[str, str]:
         f"momentum {s.momentum}, weight decay {s.weight_decay}",
         "model": f"{_model(run)}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
-        **({"differential privacy": s.guarantee} if s.guarantee else {}),
+        **({"differential privacy": _privacy(run)} if s.guarantee else {}),
     }
+
+
+def _privacy(run: FinishedRun) -> str:
+    """Return the guarantee of one run; the runs of a page add up."""
+    simulated = run.provenance.get("privacy", {}).get("noise") != "secret"
+    return f"{run.config.settings.guarantee}, per run{'; simulated: noise derives from the seed' * simulated}"
 
 
 def _round_length(s: Settings) -> str:

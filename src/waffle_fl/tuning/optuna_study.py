@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
+import secrets
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +17,15 @@ from typing import Any, Literal, TypeAlias
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.randomness import derive
+from waffle_fl.records import read_json, write_json
 
 Pruning: TypeAlias = Literal["median", "halving", "off"]
 State: TypeAlias = Literal["COMPLETE", "PRUNED", "FAIL"]
 RANDOM_TRIALS = 8  # before the sampler uses earlier trials
 UNPRUNED_TRIALS = 4
 FILE = "study.db"
+NAMED = "study.json"  # the name of a study in a storage elsewhere
+JOURNAL = "journal:"
 
 
 def require_optuna() -> Any:
@@ -41,7 +46,8 @@ class Study:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, folder: Path, seed: int, pruning: Pruning) -> Iterator[Study]:
+    def opened(cls, folder: Path, seed: int, pruning: Pruning, url: str = "") -> Iterator[Study]:
+        """Open the study of a search, or create it: in a file of its folder, or in the storage of a URL."""
         optuna = require_optuna()
         pruners = optuna.pruners
         pruner = {
@@ -49,15 +55,12 @@ class Study:
             "halving": lambda: pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
             "off": pruners.NopPruner,
         }[pruning]()
-        storage = optuna.storages.RDBStorage(f"sqlite:///{(folder / FILE).resolve()}")
-        try:
+        name = _claim_study(folder, url)
+        with _storage(optuna, url or f"sqlite:///{(folder / FILE).resolve()}") as storage:
             study = optuna.create_study(
-                storage=storage, study_name="waffle", direction="maximize", pruner=pruner, load_if_exists=True
+                storage=storage, study_name=name, direction="maximize", pruner=pruner, load_if_exists=True
             )
             yield cls(optuna, study, seed)
-        finally:
-            storage.remove_session()
-            storage.engine.dispose()
 
     @property
     def trials(self) -> list[Any]:
@@ -115,3 +118,44 @@ class ActiveTrial:
         if rung not in self._study.trials[self.index].intermediate_values:
             self._trial.report(score, rung)
         return bool(self._trial.should_prune())
+
+
+def _claim_study(folder: Path, url: str) -> str:
+    """Return the name of a search's study. In a storage with other studies it is unique, and kept in the folder."""
+    known = read_json(folder / NAMED)
+    if url and (folder / FILE).exists():
+        raise WaffleError(f"{folder} holds a search in its own {FILE}: leave --storage out, or choose another --out")
+    if known and not url:
+        raise WaffleError(
+            f"{folder} holds a search in a storage elsewhere: give its --storage, or choose another --out"
+        )
+    if not url:
+        return "waffle"
+    if not known:
+        known = {"study": f"{folder.name}-{secrets.token_hex(4)}"}
+        write_json(folder / NAMED, known)
+    return str(known["study"])
+
+
+@contextlib.contextmanager
+def _storage(optuna: Any, url: str) -> Iterator[Any]:
+    """Yield Optuna's storage for a URL: a journal file, or a database that SQLAlchemy knows."""
+    shown = re.sub(r"(?<=:)[^:/@]+(?=@)", "***", url)  # no error shows a password
+    try:
+        if url.startswith(JOURNAL):
+            journal = optuna.storages.journal
+            storage = optuna.storages.JournalStorage(journal.JournalFileBackend(url.removeprefix(JOURNAL)))
+        else:
+            storage = optuna.storages.RDBStorage(url)
+    except Exception as error:  # SQLAlchemy and each database driver have their own kinds
+        reason = " ".join(str(error).replace(url, shown).split())[:200]
+        raise WaffleError(
+            f"storage: expected a URL such as journal:search.log, sqlite:///search.db or postgresql://USER@HOST/NAME, "
+            f"got {shown}: {reason}"
+        ) from None
+    try:
+        yield storage
+    finally:
+        if hasattr(storage, "engine"):
+            storage.remove_session()
+            storage.engine.dispose()

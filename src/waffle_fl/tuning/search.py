@@ -85,8 +85,11 @@ class SearchListener(Listener):
     def trial_ended(self, trial: Trial, result: SearchResult) -> None: ...
 
 
-def search(spec: SearchSpec, out: Path, runtime: Runtime, listener: SearchListener) -> SearchResult:
-    """Search until the limit of trials or minutes. The same spec in the same folder continues an earlier search."""
+def search(spec: SearchSpec, out: Path, runtime: Runtime, listener: SearchListener, storage: str = "") -> SearchResult:
+    """Search until the limit of trials or minutes. The same spec in the same folder continues an earlier search.
+
+    `storage` is the URL of Optuna's journal or database; by default the folder has its own.
+    """
     require_optuna()
     if spec.trials < 1 or spec.parallel_trials < 1:
         raise WaffleError(f"expected trials and parallel_trials >= 1, got {spec.trials} and {spec.parallel_trials}")
@@ -96,7 +99,7 @@ def search(spec: SearchSpec, out: Path, runtime: Runtime, listener: SearchListen
         out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         _claim_folder(spec, out)
-        with Study.opened(out, spec.config.settings.seed, spec.pruning) as study:
+        with Study.opened(out, spec.config.settings.seed, spec.pruning, storage) as study:
             return _Search(spec, out, runtime, listener, study).run()
 
 

@@ -39,6 +39,8 @@ class Request:
     examine: bool = False
     final: bool = False  # the run has ended: report the metrics of Alice's final model
     restored: bool = False  # the payload also holds the agent's state, because the site lost it
+    phase: str = ""  # of a private round; the payload is then a message of this phase
+    session: int = 0  # of a private round
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,8 +54,10 @@ class Request:
         except (TypeError, KeyError, ValueError):
             raise WaffleError("a task that cannot be read") from None
         counts = (*request.base, request.round, request.attempt)
-        flags, texts = (request.examine, request.final, request.restored), (request.course, request.alice)
+        flags = (request.examine, request.final, request.restored)
+        texts = (request.course, request.alice, request.phase)
         typed = all(type(flag) is bool for flag in flags) and all(type(text) is str for text in texts)
+        typed = typed and type(request.session) is int and 0 <= request.session < 1 << 63
         if not typed or not all(map(_is_count, counts)):
             raise WaffleError("a task with a field of the wrong type")
         check_name(request.course)

@@ -28,6 +28,7 @@ from waffle_fl.engines.tree import rows_of, tree_map
 from waffle_fl.errors import Diverged
 from waffle_fl.guard import NOT_ASKED, OK, Guard
 from waffle_fl.models import FlatModel
+from waffle_fl.privacy.keys import Introduction
 from waffle_fl.tensorfile import pack
 from waffle_fl.update_encoding import LONGEST_REASON, Header, UpdateCollector
 
@@ -50,6 +51,15 @@ class EvaluatedRound:
 
 
 @dataclass(frozen=True)
+class Masking:
+    """What private rounds need besides the plan of a run."""
+
+    settings: RoundSettings
+    sites: tuple[str, ...]  # by agent
+    introductions: tuple[Introduction, ...]  # by agent
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """Constants of a run."""
 
@@ -67,6 +77,7 @@ class RunPlan:
     scores: tuple[str, ...] = SCORES  # scores that are recorded per round
     cohorts: Cohorts | None = None  # the agents that take part in each round; None: all
     attempts: int = ATTEMPTS  # how often a round is tried
+    masking: Masking | None = None  # of private rounds
 
 
 @dataclass
@@ -84,6 +95,7 @@ class ServerRun:
     resend: set[int] = field(default_factory=set)  # agents that reported the loss since the last `advance`
     notes: list[tuple[int, str]] = field(default_factory=list)
     stuck: str = ""  # why the run cannot continue, whichever agents reply
+    rejected: list[str] = field(default_factory=list)  # why a round was begun again since they were last read
     spent: set[int] = field(default_factory=set)  # agents without privacy budget; without Alice's, the run ends
 
     def __post_init__(self) -> None:
@@ -119,16 +131,25 @@ class ServerRun:
     @property
     def awaited(self) -> set[int]:
         """The agents whose reply is still needed."""
-        able = {i for i in self.cohort if self.plan.samples[i]}
-        training = able - self.collector.rows.keys() - self.spent if self.training else set()
-        unscored = self.pending is not None and self.score is None
-        unparted = not self.training and self.final_reply is None
-        return training | ({self.plan.alice} if unscored or unparted else set())
+        training = self._lacking() - self.spent if self.training else set()
+        return training | ({self.plan.alice} if self._awaits_score or self._awaits_end else set())
+
+    def _lacking(self) -> set[int]:
+        """The agents that have not replied to this round's request."""
+        return {i for i in self.cohort if self.plan.samples[i]} - self.collector.rows.keys()
+
+    @property
+    def _awaits_score(self) -> bool:
+        return self.pending is not None and self.score is None
+
+    @property
+    def _awaits_end(self) -> bool:
+        return not self.training and self.final_reply is None
 
     def request_for(self, agent: int) -> tuple[Request, bytes]:
         """Return the request to an agent, and its payload."""
         plan, latest = self.plan, self.latest
-        trains = self.training and agent in self.cohort and agent not in self.collector.rows
+        trains = self.training and agent in self.cohort and agent in self._lacking()
         request = Request(
             plan.label,
             plan.handle,
@@ -168,21 +189,35 @@ class ServerRun:
             elif not self.training and agent == self.plan.alice:
                 self.final_reply = fields.get("metrics"), payload
             elif payload is not None:
-                self.collector.deliver(agent, payload)
+                self._deliver(agent, payload)
+
+    def _deliver(self, agent: int, payload: bytes) -> None:
+        self.collector.deliver(agent, payload)
 
     def advance(self, quorum: int) -> tuple[EvaluatedRound | None, Diverged | None]:
         """Aggregate and score as far as the received replies allow; nothing advances without Alice's reply."""
         evaluated, resent, self.resend = None, self.resend & self.awaited, set()
+        if self.stuck:
+            return None, None
         if self.pending:
             if self.score is None:
                 return None, None
             evaluated, retry = self._settle(self.score)
             if retry:
                 return None, self._retry()
-        lacks_alice = {self.plan.alice} & set(self.cohort) - self.collector.rows.keys()
-        if not self.training or lacks_alice or resent or self._lacks_updates(quorum):
+        blocking = self._blocking(quorum) if self.training else set()
+        if blocking and blocking <= self.spent:
+            self.stuck = f"round {self.latest.round + 1} needs more agents than have privacy budget left"
+        if not self.training or resent or blocking:
             return evaluated, None
         return evaluated, None if self._aggregate() else self._retry()
+
+    def _blocking(self, quorum: int) -> set[int]:
+        """The agents without whose reply a round cannot end: Alice, or all that lack for the quorum."""
+        lacking = self._lacking()
+        if self.plan.alice in lacking & set(self.cohort):
+            return {self.plan.alice}
+        return lacking if self._lacks_updates(quorum) else set()
 
     def _lacks_updates(self, quorum: int) -> bool:
         """Whether fewer updates have arrived than a round needs: the quorum, or the whole cohort if it is smaller."""
@@ -190,11 +225,15 @@ class ServerRun:
 
     def waiting_for(self, quorum: int) -> list[str]:
         """The agents that block the round: Alice, or those missing for the quorum."""
-        awaited = self.awaited - self.resend
-        if self.plan.alice in awaited:
-            return [self.plan.names[self.plan.alice]]
-        short = self.training and self._lacks_updates(quorum)
-        return [self.plan.names[i] for i in sorted(awaited)] if short else []
+        blocking = self._blocking(quorum) if self.training else set()
+        if self._awaits_score or self._awaits_end:
+            blocking = {self.plan.alice}
+        return [self.plan.names[i] for i in sorted(blocking & self.awaited - self.resend)]
+
+    @property
+    def largest_reply(self) -> int:
+        """Upper bound on the bytes of a reply to this run."""
+        return self.collector.max_bytes
 
     def own_model(self) -> Net | None:
         """Alice's model, or None if only her site has it (a personal model)."""
@@ -237,17 +276,27 @@ class ServerRun:
         states = (self._server(), self._agents, self._agents)
         with one_thread(), products(self.model.precision):
             result = aggregate(plan.algorithm, before.round + 1, settings, *states, up, present, known)
-        (measured,) = to_numbers([result.measured])
+        self.notes = [*self.collector.log, *self.notes]
+        return self._conclude(result.server, result.measured)
+
+    def _conclude(self, server: Any, found: dict[str, Any], intact: Tensor | None = None) -> bool:
+        """Set the next state, which Alice will score; return False if her own update was not usable.
+
+        `intact` are the agents whose state has advanced, if not all whose update was used.
+        """
+        plan, before = self.plan, self.latest
+        (measured,) = to_numbers([found])
         received, codes = measured.pop("received"), measured.pop("codes")
         if not received[plan.alice] and codes[plan.alice] != NOT_ASKED:
             return False
         screened, participants = screened_of(codes, plan.names, plan.samples), participants_of(codes, plan.names)
         measured |= {"participants": participants} if participants else {}
-        refused = [[plan.names[i], one_line(reason)] for i, reason in (*self.collector.log, *self.notes)]
+        refused = [[plan.names[i], one_line(reason)] for i, reason in self.notes]
         measured |= {**({"screened": screened} if screened else {}), **({"refused": refused} if refused else {})}
         version = Version(before.round + 1, self.attempt)
-        versions = [version if code == OK else old for code, old in zip(codes, before.versions, strict=True)]
-        self.pending = RunState(before.round + 1, result.server, tuple(versions)), self.attempt, measured
+        advanced = [code == OK for code in codes] if intact is None else intact.tolist()
+        versions = [version if new else old for new, old in zip(advanced, before.versions, strict=True)]
+        self.pending = RunState(before.round + 1, server, tuple(versions)), self.attempt, measured
         self.attempt, self.notes, self.lost = 0, [], set()
         self._open_round()
         return True
@@ -338,4 +387,4 @@ def largest_message(runs: Sequence[ServerRun]) -> int:
 
 def largest_reply(runs: Sequence[ServerRun]) -> int:
     """Upper bound on the bytes of a reply: per run an update or a model, and its JSON fields."""
-    return OVERHEAD + sum(run.collector.max_bytes + OVERHEAD for run in runs)
+    return OVERHEAD + sum(run.largest_reply + OVERHEAD for run in runs)
