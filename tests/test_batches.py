@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import make_federation, make_model
-from waffle_fl import SGD, FedALA, FedAvg, FlatModel, Local, RunSpec, Scaffold, simulate
-from waffle_fl.algorithms import Algorithm
+from waffle_fl import SGD, FedALA, FedAvg, FlatModel, Local, RunSpec, Scaffold, Waffle, simulate
+from waffle_fl.algorithms import Adam, Algorithm
 from waffle_fl.batches import Batches, Remainder, batch_sizes
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.engines.aggregation import registered
@@ -111,6 +112,22 @@ def test_the_error_changes_smoothly_with_the_number_of_rows() -> None:
     errors = [local_error(rows, "spread") for rows in (195, 194, 193, 192, 191, 189, 187, 185)]
     assert max(errors) - min(errors) < 0.1
     assert local_error(193, "keep") > local_error(192, "keep") + 0.5
+
+
+def ally_weight(rows: int, remainder: Remainder) -> float:
+    """Weight of an ally with so many rows in Alice's model, mean over three seeds and all rounds, trained by Adam."""
+    model = FlatModel(lambda: nn.Linear(10, 1), loss=squared_error)
+    specs = [RunSpec(Waffle(Adam(0.03)), three_sites(rows), seed) for seed in (1, 2, 3)]
+    stream = simulate(specs, model, rounds=20, batch_size=32, remainder=remainder, workers=1)
+    return mean(outcome.measured["weights"][1] for outcomes in stream for outcome in outcomes)
+
+
+def test_the_weight_of_an_ally_changes_smoothly_with_its_rows() -> None:
+    """Removing rows one by one changes an ally's weight by a few percent, also where 7 mini-batches become 6."""
+    weights = [ally_weight(rows, "spread") for rows in range(195, 184, -1)]
+    assert max(weights) < 1.06 * min(weights)
+    steps = [abs(after / before - 1) for before, after in pairwise(weights)]
+    assert max(steps) < 0.05
 
 
 def test_configs_of_before_kept_the_remainder() -> None:

@@ -89,7 +89,7 @@ def test_four_sites_with_750_small_images_keep_three_seeds() -> None:
     """This study reduces trials and partner values, so that it ends in five minutes, but not its seeds."""
     net = WorkBudget(budget.PER_SAMPLE + 1.65e6)
     federation = make_federation(sizes=(563,) * 4)
-    methods, agents = ("local", "fedavg", "waffle"), range(4)
+    methods, agents = ("local", "fedavg-ft", "waffle"), range(4)
     assert is_expensive(net, federation, 23, 4)
     assert seeds_within(net, (1, 2, 3), methods, federation, 26, list(agents)) == (1, 2, 3)
     assert seeds_within(net, (1, 2, 3), methods, make_federation(sizes=(1500,) * 4), 26, list(agents)) == (1,)
@@ -109,7 +109,7 @@ def test_a_reduced_study_says_so_and_the_budget_lifts_it(tmp_path: Path, monkeyp
         assert f"note: {sentence}" in shown.err
         assert sentence in page
     assert {path.name for path in (tmp_path / "short").glob("*/")} == {
-        f"images-{method}-1-{agent}" for method in ("local", "fedavg", "waffle") for agent in ("north", "south")
+        f"images-{method}-1-{agent}" for method in ("local", "fedavg-ft", "waffle") for agent in ("north", "south")
     }
     assert waffle("report", tmp_path / "short", "--out", tmp_path / "again").code == 0
     assert said[0] in (tmp_path / "again" / "decision.html").read_text()

@@ -26,7 +26,15 @@ from waffle_fl.decision.page import write_page
 from waffle_fl.decision.partners import Advice, study_partners
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
 from waffle_fl.decision.study import Decision, Standing, View, decide, group_runs, headline, phases, runs_for
-from waffle_fl.decision.verdict_text import caution, difference, federation_summary, partners, signed, verdict
+from waffle_fl.decision.verdict_text import (
+    caution,
+    difference,
+    federation_summary,
+    partners,
+    signed,
+    update_sources,
+    verdict,
+)
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute, federation_of
 from waffle_fl.federation import Federation
@@ -215,6 +223,21 @@ def test_partners_that_help_and_hurt(study: Decision) -> None:
     assert partners(view(Interval(0, 0, 0), partners=found), study).startswith("x clearly helps VA; y clearly hurts it")
     unclear = {"z": found["z"]}
     assert "No single partner makes a clear difference" in partners(view(Interval(0, 0, 0), partners=unclear), study)
+
+
+def test_partners_with_equal_shares_are_named_together(study: Decision) -> None:
+    """No partner is singled out as the least one if another one's share has the same percent."""
+
+    def says(*shares: float) -> str:
+        names = ("VA", "Lyon", "Bern", "Rome")[: len(shares)]
+        one = replace(view(Interval(0, 0, 0)), update_weights={"waffle": [list(shares)]})
+        return update_sources(one, replace(study, names=names)).split("its own. ")[1]
+
+    assert says(0.56, 0.142, 0.16, 0.138) == (
+        "Among its partners, Bern contributed the most (16 %), Lyon and Rome the least (14 %)."
+    )
+    assert says(0.4, 0.2, 0.2, 0.2) == "Lyon, Bern and Rome contributed 20 % each."
+    assert says(0.4, 0.6) == "Lyon contributed 60 %."
 
 
 def test_the_summary_names_the_worst_agent_and_the_spread(study: Decision) -> None:

@@ -1,4 +1,4 @@
-"""Renamed flags: the old name still works and prints a note, the help lists only the new name."""
+"""Renamed flags, whose old names still work with a note, and flags that are given twice."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def test_a_run_still_takes_alone(tmp_path: Path) -> None:
     """`run --alone` trains the run and prints the note."""
     shown = waffle("run", "local", *SMALL, "--alone", "--quiet", "--workers", "1", "--out", tmp_path / "run")
     assert (shown.code, shown.err) == (0, "note: --alone is now --no-baselines\n")
+
+
+def test_a_flag_of_several_values_is_given_once(tmp_path: Path) -> None:
+    """A list in two parts is refused, since the first part would be ignored; one list, and one value twice, are not."""
+    error = refusal(waffle("data", tmp_path, "--target", "y", "--missing=-9", "--missing", "999"))
+    assert "--missing is given 2 times: list all values after one, as in --missing A B" in error
+    once = waffle("data", tmp_path / "absent", "--target", "y", "--missing", "-9", "999", "--target", "z")
+    assert "given" not in refusal(once)
 
 
 def test_flags_that_default_to_true_are_suggested() -> None:

@@ -300,6 +300,18 @@ def test_duplicates_are_refused_kept_or_dropped(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_without_test_rows_cannot_be_used(tmp_path: Path) -> None:
+    """If every test row is dropped as a duplicate, `waffle data` exits with 2 and says so, as a run does."""
+    for name, y in (("north", ("no", "yes")), ("south", ("yes", "no"))):
+        rows = "age,y\n" + "".join(f"{20 + i % 2},{y[i % 2]}\n" for i in range(8))
+        (tmp_path / "d" / name).mkdir(parents=True)
+        for part in ("train", "test"):
+            (tmp_path / "d" / name / f"{part}.csv").write_text(rows)
+    shown = waffle("data", tmp_path / "d", "--target", "y", "--duplicates", "drop")
+    assert shown.code == 2
+    assert "no agent has test samples left" in " ".join(shown.out.split())
+
+
 def test_duplicates_of_arrays(tmp_path: Path) -> None:
     """Arrays follow the same setting: repeated samples and agents with the same training data."""
     rng = np.random.default_rng(0)

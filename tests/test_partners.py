@@ -24,7 +24,7 @@ from waffle_fl.decision import shapley
 from waffle_fl.decision.bootstrap import Interval, Metric, contrasts, figures, gain, share_above_zero
 from waffle_fl.decision.budget import PARTNERS, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, CrossValidation, Plan, able_agents, cross_validate, folds_of, rows_of
-from waffle_fl.decision.measurement import measurement_for
+from waffle_fl.decision.measurement import TUNED, joint_method, joint_options, measurement_for
 from waffle_fl.decision.partners import (
     PartnerStudy,
     best_plan,
@@ -32,6 +32,7 @@ from waffle_fl.decision.partners import (
     leads,
     study_partners,
 )
+from waffle_fl.decision.recommendation import measured_by
 from waffle_fl.decision.shapley import Coalition, coalitions_of
 from waffle_fl.experiment import Runtime, federation_of
 from waffle_fl.federation import Federation
@@ -259,6 +260,39 @@ def test_a_coalition_of_one_trains_alone(planted: Path) -> None:
     assert both.trainings == 2 * FOLDS
 
 
+def test_one_training_serves_every_member_with_its_own_model(planted: Path) -> None:
+    """In a coalition that trains with FedAvg+FT each member's rows are predicted by the model that it has tuned."""
+    settings = settings_for(planted, rounds=3)
+    federation, members = whole(settings), Coalition([1, 3])
+    plans = [Plan("fedavg-ft", members), *(Plan("fedavg-ft", members, alice) for alice in (1, 3))]
+    held = cross_validate(plans, federation, settings, (1,), {}, Runtime(workers=1))
+    for alice in (1, 3):
+        expected = held.outputs[Plan("fedavg-ft", members, alice), alice][1]
+        assert np.array_equal(held.outputs[plans[0], alice][1], expected)
+    shared = cross_validate([Plan("fedavg", members)], federation, settings, (1,), {}, Runtime(workers=1))
+    assert not np.allclose(held.outputs[plans[0], 3][1], shared.outputs[Plan("fedavg", members), 3][1], atol=1e-3)
+
+
+def test_coalitions_of_images_are_tuned(planted: Path) -> None:
+    """Tables are measured with FedAvg, images and series with FedAvg+FT; the study says which."""
+    settings = settings_for(planted, rounds=2)
+    tables = whole(settings)
+    series = replace(tables, x=tables.x[:, None, :])
+    assert (joint_method(tables), joint_method(series)) == ("fedavg", "fedavg-ft")
+    found = study_partners("leave-one-out", series, settings, "waffle", [0], (1,), {}, Runtime(workers=1), folds=1)
+    assert found.shared == "fedavg-ft"
+    assert "FedAvg+FT models" in measured_by(found)
+    assert PartnerStudy.from_json(found.to_json()) == found
+    assert PartnerStudy.from_json({k: v for k, v in found.to_json().items() if k != "shared"}).shared == "fedavg"
+
+
+def test_agents_tune_in_the_last_rounds() -> None:
+    """Agents of images only tune in the last five rounds, in at most a quarter of few rounds, or as the user says."""
+    assert joint_options("fedavg", 160, {"ditto": {"lam": 1.0}}) == {"ditto": {"lam": 1.0}}
+    assert [joint_options(TUNED, rounds, {})[TUNED]["tuning"] for rounds in (160, 20, 8, 1)] == [5, 5, 2, 1]
+    assert joint_options(TUNED, 160, {TUNED: {"tuning": 3}}) == {TUNED: {"tuning": 3}}
+
+
 def test_test_rows_are_not_read(planted: Path) -> None:
     """The held-out predictions do not change when every test row and label is replaced."""
     settings = settings_for(planted, rounds=2)
@@ -384,7 +418,7 @@ def test_auto_measures_images_within_the_budget(planted: Path) -> None:
     def found(passes: float, factor: float = 1.0, agents: Federation = images) -> tuple[str | None, int, str]:
         """Return the measurement that a budget of so many passes allows."""
         allowed = WorkBudget(PARTNERS / passes, factor)
-        return measurement_for("auto", agents, settings, range(agents.agents), "fedavg", 3, allowed)
+        return measurement_for("auto", agents, settings, range(agents.agents), TUNED, 3, allowed)
 
     assert found(exact) == ("shapley", FOLDS, "")
     assert found(exact - 1)[:2] == ("leave-one-out", 2)

@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     all_agents = s.alice == ALL_ALICES
     baselines = not all_agents and s.is_own and config.method != "local" and args.baselines
     runs = _run_per_agent(config, folder, args.runtime) if all_agents else _runs(config, folder, baselines)
-    trained = [one.method for one, _ in runs]
+    trained = [SHARED, *(one.method for one, _ in runs)]
     training = chosen_training(args.training, s, trained, options, arguments, folder, args.runtime, args.output)
     if training:
         runs = [(training.applied(one), out) for one, out in runs]

@@ -24,7 +24,7 @@ from waffle_fl.decision import verdict_text
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.budget import LEFT_OUT, ONE_SEED, WITHOUT, budget_for, is_expensive, seeds_within
 from waffle_fl.decision.distances import Distances, distances
-from waffle_fl.decision.measurement import SHARED, PartnerOption
+from waffle_fl.decision.measurement import SHARED, PartnerOption, joint_method, joint_options
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
 from waffle_fl.decision.references import Reference, fit_references
 from waffle_fl.decision.study import ALONE, DEFAULT, Decision, alices_of, decide, runs_for
@@ -34,7 +34,7 @@ from waffle_fl.experiment.planning import moved_to
 from waffle_fl.manifest import Warn, no_warning
 from waffle_fl.records import read_json, write_json
 from waffle_fl.results import FinishedRun, read_runs
-from waffle_fl.tuning.default_training import rounds_for
+from waffle_fl.tuning.default_training import MOST_ROUNDS, rounds_for
 
 REFERENCE_VALIDATION = 0.2  # share of the training rows on which a reference is chosen, if no other share is held out
 SEEDS = (1, 2, 3)  # if none are given; the first one alone if training takes long
@@ -46,8 +46,8 @@ class DecisionFlags:
     """What to compare."""
 
     methods: tuple[str, ...] = ()
-    """Methods to compare. Default: local, fedavg, waffle and ditto; without ditto if training on images takes long.
-    local is always added, because gains are measured against training alone."""
+    """Methods to compare. Default: local, fedavg, waffle and ditto; for images and series fedavg-ft instead of fedavg,
+    and no ditto if training takes long. local is always added, because gains are measured against training alone."""
     seeds: tuple[int, ...] = ()
     """Seeds. Each method is trained once per seed. Default: 1 2 3, or 1 if training on images takes long."""
     partners: PartnerOption = "auto"
@@ -86,11 +86,14 @@ def decide_command(arguments: Sequence[str]) -> int:
     _check_flags(flags)
     first = check_run(ALONE, given, {}).settings
     reduced = Reduced(args.output)
-    methods = flags.methods or _default_methods(first, args, arguments)
-    methods = tuple(dict.fromkeys((*methods, *((SHARED,) if flags.partners != "none" else ()))))
+    shared = joint_method(all_alices_of(first, args.runtime))
+    methods = flags.methods or _default_methods(first, shared, args, arguments)
+    methods = tuple(dict.fromkeys((*methods, *((shared,) if flags.partners != "none" else ()))))
     if not flags.methods and LEFT_OUT not in methods:
         reduced.add(WITHOUT)
-    options, seeds = read_options(flags.options, (ALONE, *methods)), flags.seeds or SEEDS
+    rounds = MOST_ROUNDS if chooses_rounds(flags.training, first, arguments) else first.rounds
+    options = joint_options(shared, rounds, read_options(flags.options, (ALONE, *methods)))
+    seeds = flags.seeds or SEEDS
     configs = [check_run(m, {**given, "seed": seed}, options.get(m, {})) for m in methods for seed in seeds]
     options = {config.method: dict(config.options) for config in configs if config.options}
     s = configs[0].settings
@@ -99,11 +102,11 @@ def decide_command(arguments: Sequence[str]) -> int:
     metric: Metric | None = None if flags.metric == "auto" else flags.metric
     runs = runs_for(s, methods, seeds, out, args.runtime, options, metric)
     training = chosen_training(
-        flags.training, s, methods, options, arguments, out, args.runtime, args.output, flags.budget
+        flags.training, s, (shared, *methods), options, arguments, out, args.runtime, args.output, flags.budget
     )
     if training:
         runs = [(training.applied(config), folder) for config, folder in runs]
-        s = training.applied(RunConfig(method=SHARED, settings=s)).settings
+        s = training.applied(RunConfig(method=shared, settings=s)).settings
         reduced.add(*training.reduced)
     federation = all_alices_of(s, args.runtime)
     budget = budget_for(s, federation, args.runtime, flags.budget)
@@ -143,15 +146,16 @@ def _check_flags(flags: DecisionFlags) -> None:
         raise WaffleError(f"budget: expected a factor of at least 0, 0 for no limit, got {flags.budget}")
 
 
-def _default_methods(s: Settings, args: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+def _default_methods(s: Settings, shared: str, args: Any, arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the methods to compare if none are given: without LEFT_OUT if training takes long."""
+    default = tuple(shared if method == SHARED else method for method in DEFAULT)
     if any(option.startswith(f"{LEFT_OUT}.") for option in args.comparison.options):
-        return DEFAULT
+        return default
     federation = all_alices_of(s, args.runtime)
     rounds = rounds_for(s, federation) if chooses_rounds(args.comparison.training, s, arguments) else s.rounds
     budget = budget_for(s, federation, args.runtime, args.comparison.budget)
     expensive = is_expensive(budget, federation, rounds, len(alices(s, args.runtime)))
-    return tuple(method for method in DEFAULT if method != LEFT_OUT or not expensive)
+    return tuple(method for method in default if method != LEFT_OUT or not expensive)
 
 
 class Reduced:

@@ -47,6 +47,7 @@ def parse(kind: type[T], arguments: Sequence[str], command: str) -> T:
         os.environ["TERM"] = "dumb"  # tyro's help reads no other variable
     with tyro_errors.on_parse_error(fail):
         args = replace_old_flags(arguments, command)
+        _check_repeated(args, kind)
         return tyro.cli(kind, args=args, prog=f"waffle {command}", config=CONFIG)
 
 
@@ -60,6 +61,14 @@ def replace_old_flags(arguments: Sequence[str], command: str) -> list[str]:
             print(f"note: {flag} is now {renamed[flag]}", file=sys.stderr)
         replaced.append(f"{renamed.get(flag, flag)}{equals}{value}")
     return replaced
+
+
+def _check_repeated(arguments: Sequence[str], kind: type) -> None:
+    """Raise if a flag that takes several values is given twice: only the last values would count."""
+    given = [argument.split("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    for flag in _flags(kind, lists=True):
+        if (times := given.count(flag)) > 1:
+            raise WaffleError(f"{flag} is given {times} times: list all values after one, as in {flag} A B")
 
 
 def _error_text(event: tyro_errors.ParseErrorEvent, kind: type) -> str:
@@ -86,14 +95,15 @@ def _name(argument: Any) -> str:
     return str(argument.lowered.name_or_flags[0])
 
 
-def _flags(kind: Any) -> list[str]:
-    """Return every flag of a dataclass and of the dataclasses inside it."""
+def _flags(kind: Any, lists: bool = False) -> list[str]:
+    """Return every flag of a dataclass and of the dataclasses inside it, or those that take several values."""
     names: list[str] = []
+    hints = typing.get_type_hints(kind) if lists else {}
     for field in dataclasses.fields(kind):
         inner = field.default_factory if field.default_factory is not dataclasses.MISSING else None
         if inner is not None and dataclasses.is_dataclass(inner):
-            names += _flags(inner)
-        else:
+            names += _flags(inner, lists)
+        elif not lists or typing.get_origin(hints[field.name]) is tuple:
             flag = field.name.replace("_", "-")
             names += [f"--{flag}", f"--no-{flag}"] if field.default is True else [f"--{flag}"]
     return names

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 from waffle_fl.cli.progress import ProgressFlags, live
 from waffle_fl.config import Settings
-from waffle_fl.decision.measurement import SHARED
 from waffle_fl.decision.study import ALONE
 from waffle_fl.errors import writable
 from waffle_fl.experiment import Runtime
@@ -43,7 +42,7 @@ def chosen_training(
     given = given_settings(arguments)
     if not _chooses(option, s, given):
         return None
-    tried = tuple(dict.fromkeys((ALONE, SHARED, *methods)))
+    tried = tuple(dict.fromkeys((ALONE, *methods)))
     folder = out.parent / ".training" / request_digest(s, tried, options, given, runtime, factor)
     with live(output) as listener:
         training = choose_training(s, tried, options, given, folder, runtime, listener, factor)

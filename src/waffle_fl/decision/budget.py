@@ -23,7 +23,7 @@ PARTNERS = 3e12  # of the coalitions of one measurement
 PER_SAMPLE = 500_000  # what a sample costs in a step besides its forward pass, as measured with small networks
 LEFT_OUT = "ditto"  # of the default methods where trials are reduced: it trains two models per agent
 MORE = "raise --budget"
-TRIED = f"Only Local and FedAvg were tried in training trials, and the other methods train as FedAvg does: {MORE}."
+TRIED = f"Only {{}} were tried in training trials, and the other methods train as {{}} does: {MORE}."
 WITHOUT = f"Ditto was left out, because training takes long: add it with --methods, or {MORE}."
 ONE_SEED = f"Every model was trained with one seed instead of {{}}: ask for more with --seeds 1 2 3, or {MORE}."
 

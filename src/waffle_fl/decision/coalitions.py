@@ -158,7 +158,8 @@ def _spec(
     seen = tuple(rows[:1] for rows in train)
     reduced = replace(federation, alice=alice, train=train, validation=empty, test=seen).without(*gone)
     config = RunConfig(method=plan.method, settings=replace(settings, seed=seed), options=options.get(plan.method, {}))
-    return RunSpec(config.algorithm(), reduced, seed, requested=frozenset([reduced.alice]))
+    requested = None if plan.alice is None else frozenset([reduced.alice])
+    return RunSpec(config.algorithm(), reduced, seed, requested=requested)
 
 
 def _trained(
@@ -174,7 +175,9 @@ def _trained(
 def _predicted(
     spec: RunSpec, last: Outcome, model: FlatModel, federation: Federation, agent: int, rows: Tensor
 ) -> Array:
-    """Return the outputs of the trained model for these rows; a regression's are in the target's unit."""
+    """Return the outputs of an agent's model for these rows; a regression's are in the target's unit."""
+    own = spec.federation.names.index(federation.names[agent])
+    spec = replace(spec, federation=replace(spec.federation, alice=own))
     answer = predictor_of(spec.algorithm, model, own_net(spec, last.state, model), spec.federation)
     output = answer(federation.x[rows].to(model.device, model.dtype)).cpu()
     return np.asarray(_in_unit(federation, agent, output)).reshape(len(rows), -1)

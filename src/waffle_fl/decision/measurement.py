@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from waffle_fl.attacks import NONE
 from waffle_fl.config import Settings
@@ -16,7 +16,10 @@ from waffle_fl.federation import Federation
 
 Measurement: TypeAlias = Literal["shapley", "sampled", "leave-one-out"]
 PartnerOption: TypeAlias = Literal["auto", "shapley", "leave-one-out", "none"]
-SHARED = "fedavg"
+SHARED = "fedavg"  # of tables
+TUNED = "fedavg-ft"  # of images and series: the model of the average misses what is special about an agent
+JOINT = (SHARED, TUNED)
+TUNING = 5  # final rounds in which agents only tune, at most a quarter of all
 EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
 PAIRS = 8  # pairs of orders of the sampled Shapley value
 STEPS = 4_000_000  # mini-batch steps of tables, above which `auto` measures less: about three minutes on two cores
@@ -27,6 +30,19 @@ FEWER = (
 )
 NOTHING = f"Partners are not measured, because training takes long: ask with --partners leave-one-out, or {MORE}."
 EACH_IN_TURN = "Partners are measured by leaving out each in turn: {}; see --partners."
+
+
+def joint_method(federation: Federation) -> str:
+    """Return the method that coalitions train with: FedAvg, which each agent of images or series fine-tunes."""
+    return SHARED if len(federation.shape) == 1 else TUNED
+
+
+def joint_options(method: str, rounds: int, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the options with the rounds in which agents only tune the shared model, unless they are given."""
+    found = {name: dict(given) for name, given in options.items()}
+    if method == TUNED:
+        found[TUNED] = {"tuning": max(1, min(TUNING, rounds // 4)), **found.get(TUNED, {})}
+    return found
 
 
 def measurement_for(
@@ -76,11 +92,12 @@ def _within(
     """Return the measurement of images or signals that the budget allows, and the reason if it is reduced."""
     rounds = settings.final_round or settings.rounds
     exact: Measurement = "shapley" if len(agents) <= EXACT_AGENTS else "leave-one-out"
-    rows = _rows_trained(plans_of(exact, method, alices, agents), federation)
+    shared = joint_method(federation)
+    rows = _rows_trained(plans_of(exact, shared, method, alices, agents), federation)
     if not budget.exceeds(rounds * FOLDS * seeds * rows, PARTNERS):
         return exact, FOLDS, "" if exact == "shapley" else EACH_IN_TURN.format(f"{len(agents)} agents")
     fewer: Measurement = "shapley" if len(agents) <= 3 else "leave-one-out"  # they train the same coalitions
-    rows = _rows_trained(plans_of(fewer, SHARED, alices, agents), federation)
+    rows = _rows_trained(plans_of(fewer, shared, shared, alices, agents), federation)
     for folds, share in FEWER_FOLDS.items():
         if not budget.exceeds(rounds * folds * rows, PARTNERS):
             return fewer, folds, FEWER.format(share, "" if fewer == "shapley" else ", by leaving out each in turn")
@@ -101,19 +118,21 @@ def contributions_of(
     return (shapley.exact if measurement == "shapley" else shapley.leave_one_out)(alice, agents), []
 
 
-def whole_plans(method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
-    """Return the headline method with all agents, unless it is FedAvg."""
-    return [Plan(method, Coalition(agents), alice)] if method != SHARED else []
+def whole_plans(shared: str, method: str, alice: int, agents: Sequence[int]) -> list[Plan]:
+    """Return the headline method with all agents, unless coalitions train with it."""
+    return [Plan(method, Coalition(agents), alice)] if method != shared else []
 
 
-def plans_of(measurement: Measurement, method: str, alices: Sequence[int], agents: Sequence[int]) -> list[Plan]:
+def plans_of(
+    measurement: Measurement, shared: str, method: str, alices: Sequence[int], agents: Sequence[int]
+) -> list[Plan]:
     """Return every plan to train, without duplicates."""
     coalitions: dict[Coalition, None] = {}
     for alice in alices:
         contributions, _ = contributions_of(measurement, alice, agents)
         coalitions |= dict.fromkeys([Coalition([alice]), *(c for one in contributions.values() for c in one)])
-    shared = [Plan(SHARED, coalition) for coalition in coalitions]
-    return shared + [plan for alice in alices for plan in whole_plans(method, alice, agents)]
+    whole = [plan for alice in alices for plan in whole_plans(shared, method, alice, agents)]
+    return [Plan(shared, coalition) for coalition in coalitions] + whole
 
 
 def _steps(
@@ -121,5 +140,5 @@ def _steps(
 ) -> int:
     """Return the mini-batch steps of a cross-validation with one seed, of all agents together."""
     steps = [settings.steps(len(rows_of(federation, i)) * (FOLDS - 1) // FOLDS) for i in range(federation.agents)]
-    plans = plans_of(measurement, SHARED, alices, agents)
+    plans = plans_of(measurement, SHARED, SHARED, alices, agents)
     return settings.rounds * FOLDS * sum(steps[i] for plan in plans for i in plan.members)

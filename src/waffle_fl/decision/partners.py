@@ -30,7 +30,14 @@ from waffle_fl.decision.coalitions import (
     able_agents,
     cross_validate,
 )
-from waffle_fl.decision.measurement import SHARED, Measurement, contributions_of, plans_of, whole_plans
+from waffle_fl.decision.measurement import (
+    SHARED,
+    Measurement,
+    contributions_of,
+    joint_method,
+    plans_of,
+    whole_plans,
+)
 from waffle_fl.decision.shapley import Coalition
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime
@@ -66,11 +73,12 @@ class PartnerStudy:
     advice: dict[str, Advice]
     excluded: tuple[str, ...] = ()  # agents with too few rows to be cross-validated
     key: str = ""  # identifies data and settings
+    shared: str = SHARED  # the method of the groups
 
     def to_json(self) -> dict[str, Any]:
         """Return the study as plain values."""
         return {
-            **{name: getattr(self, name) for name in ("measurement", "metric", "seeds", "trainings", "key")},
+            **{name: getattr(self, name) for name in ("measurement", "metric", "seeds", "trainings", "key", "shared")},
             "excluded": list(self.excluded),
             "advice": {name: _advice_json(one) for name, one in self.advice.items()},
         }
@@ -82,7 +90,8 @@ class PartnerStudy:
             advice = {str(name): _read_advice(one) for name, one in content["advice"].items()}
             numbers = (int(content["seeds"]), int(content["trainings"]))
             excluded = tuple(map(str, content["excluded"]))
-            return cls(content["measurement"], content["metric"], *numbers, advice, excluded, str(content["key"]))
+            texts = str(content["key"]), str(content.get("shared", SHARED))
+            return cls(content["measurement"], content["metric"], *numbers, advice, excluded, *texts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WaffleError(f"partners.json is not a record of partners ({error}): delete it") from None
 
@@ -102,34 +111,35 @@ def study_partners(
 ) -> PartnerStudy:
     """Return the contribution of each partner to each agent, and the group that each agent should train with.
 
-    Groups train with FedAvg. The group of the partners that help is recommended, if there are any, unless training
-    alone leads by MARGIN.
+    Groups train with FedAvg, which each agent of images or series fine-tunes. The group of the partners that help is
+    recommended, if there are any, unless training alone leads by MARGIN.
     If partners are left out in turn, the best of that group, all agents and training alone is. The headline method
     `method` with all agents is a further candidate. With less than FOLDS `folds` it is not, and only these are held
     out, with the first seed. Test rows are not used."""
     agents = able_agents(federation)
-    method = SHARED if folds < FOLDS else method
+    shared = joint_method(federation)
+    method = shared if folds < FOLDS else method
     chosen = [i for i in alices if i in agents]
-    plans = plans_of(measurement, method, chosen, agents)
+    plans = plans_of(measurement, shared, method, chosen, agents)
     used = seeds if len(plans) * FOLDS * len(seeds) <= TRAININGS and folds == FOLDS else seeds[:1]
     held = cross_validate(plans, federation, settings, used, options, runtime, progress, folds)
     decided = _metric(metric, held, chosen, federation)
-    found = {i: _contributions(measurement, i, agents, held, decided) for i in chosen}
+    found = {i: _contributions(measurement, shared, i, agents, held, decided) for i in chosen}
     groups = {i: group_of(i, contributions) for i, (contributions, _) in found.items()}
-    missing = {Plan(SHARED, group) for group in groups.values()} - {plan for plan, _ in held.outputs}
+    missing = {Plan(shared, group) for group in groups.values()} - {plan for plan, _ in held.outputs}
     if missing:
         ordered = sorted(missing, key=lambda plan: sorted(plan.members))
         held = held.with_more(cross_validate(ordered, federation, settings, used, options, runtime, folds=folds))
     advice = {}
     for i in chosen:
-        alone, group = Plan(SHARED, Coalition([i])), Plan(SHARED, groups[i])
+        alone, group = Plan(shared, Coalition([i])), Plan(shared, groups[i])
         if measurement == "leave-one-out":
-            group = best_plan(held, i, decided, [group, Plan(SHARED, Coalition(agents))])
+            group = best_plan(held, i, decided, [group, Plan(shared, Coalition(agents))])
             join = best_plan(held, i, decided, [alone, group]) == group
         else:
             helps = any(value.value > 0 for value in found[i][0].values())
             join = helps and _ahead(held, i, decided, group, alone, -MARGIN)
-        best = _replaced(held, i, decided, alone, group, whole_plans(method, i, agents))
+        best = _replaced(held, i, decided, alone, group, whole_plans(shared, method, i, agents))
         contributions, errors = found[i]
         advice[federation.names[i]] = Advice(
             {federation.names[j]: interval for j, interval in contributions.items()},
@@ -141,7 +151,7 @@ def study_partners(
             _score(held, best, i, decided),
         )
     excluded = tuple(name for i, name in enumerate(federation.names) if i not in agents)
-    return PartnerStudy(measurement, decided, len(used), held.trainings, advice, excluded)
+    return PartnerStudy(measurement, decided, len(used), held.trainings, advice, excluded, shared=shared)
 
 
 def key_of(
@@ -159,7 +169,7 @@ def key_of(
     neutral = replace(settings, alice="0", seed=0, leave_out=())
     configs = [
         RunConfig(method=m, settings=neutral, options=options.get(m, {})).to_json()
-        for m in dict.fromkeys((SHARED, method))
+        for m in dict.fromkeys((joint_method(federation), method))
     ]
     parts = [
         measurement,
@@ -215,15 +225,15 @@ def _metric(metric: Metric | None, held: CrossValidation, alices: Sequence[int],
 
 
 def _contributions(
-    measurement: Measurement, alice: int, agents: Sequence[int], held: CrossValidation, metric: Metric
+    measurement: Measurement, shared: str, alice: int, agents: Sequence[int], held: CrossValidation, metric: Metric
 ) -> tuple[dict[int, Interval], dict[int, float]]:
     """Return each partner's contribution with its interval, and the standard error of sampling."""
     contributions, per_pair = contributions_of(measurement, alice, agents)
     coalitions = list(dict.fromkeys(c for one in contributions.values() for c in one))
-    methods = [held.outputs[Plan(SHARED, coalition), alice] for coalition in coalitions]
+    methods = [held.outputs[Plan(shared, coalition), alice] for coalition in coalitions]
     errors: dict[int, float] = {}
     if per_pair:
-        values = {c: _score(held, Plan(SHARED, c), alice, metric) for c in coalitions}
+        values = {c: _score(held, Plan(shared, c), alice, metric) for c in coalitions}
         errors = shapley.sampling_errors(per_pair, values)
     table = [[one.get(coalition, 0.0) for coalition in coalitions] for one in contributions.values()]
     intervals = contrasts(metric, methods, table, held.target[alice], [errors[p] for p in contributions if p in errors])

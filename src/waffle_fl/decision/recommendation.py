@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from waffle_fl.algorithms import title_of
 from waffle_fl.decision.bootstrap import Hint, Interval, share_above_zero
-from waffle_fl.decision.measurement import SHARED
+from waffle_fl.decision.measurement import JOINT
 from waffle_fl.decision.partners import Advice, PartnerStudy
 from waffle_fl.decision.study import Decision, View, gainers
 from waffle_fl.decision.verdict_text import difference, listed
@@ -34,7 +34,7 @@ def action(view: View, decision: Decision) -> str:
         return "stay alone"
     others = [name for name in decision.names if name != view.name]
     absent = [name for name in others if name not in advice.partners]
-    how = "" if advice.method == SHARED else f" and {title_of(advice.method)}"
+    how = "" if advice.method in JOINT else f" and {title_of(advice.method)}"
     if not absent:
         return f"join with {'all partners' if len(others) > 1 else others[0]}{how}"
     if len(absent) < len(advice.partners):
@@ -103,9 +103,9 @@ def measured_by(study: PartnerStudy) -> str:
     """Return how the contributions were measured."""
     seeds = "one seed" if study.seeds == 1 else f"{study.seeds} seeds"
     return (
-        f"Each group was chosen by its partners' contributions ({MEASURES[study.measurement]}) to the score of FedAvg "
-        f"models on held-out training rows: {study.trainings:,} trainings, {seeds}. The gain was then measured on test "
-        "samples, which the choice did not use."
+        f"Each group was chosen by its partners' contributions ({MEASURES[study.measurement]}) to the score of "
+        f"{title_of(study.shared)} models on held-out training rows: {study.trainings:,} trainings, {seeds}. The gain "
+        "was then measured on test samples, which the choice did not use."
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from waffle_fl.config import Experiment, RunConfig, Settings
 from waffle_fl.decision.bootstrap import Array, Interval, Metric, estimate, figures, gain, metrics_of
 from waffle_fl.decision.distances import Distances
-from waffle_fl.decision.measurement import SHARED
+from waffle_fl.decision.measurement import JOINT, SHARED
 from waffle_fl.decision.partners import Advice, PartnerStudy
 from waffle_fl.decision.references import Reference
 from waffle_fl.errors import WaffleError
@@ -100,7 +100,7 @@ class Decision:
 
 def headline(methods: Sequence[str]) -> str:
     """Return the method that represents joining: WAFFLE, else the first personalised one, else the shared model."""
-    able = [m for m in methods if m not in (ALONE, SHARED)] or [m for m in methods if m != ALONE]
+    able = [m for m in methods if m not in (ALONE, *JOINT)] or [m for m in methods if m != ALONE]
     if not able:
         raise WaffleError("expected at least one method besides local, to compare with training alone")
     return "waffle" if "waffle" in able else able[0]

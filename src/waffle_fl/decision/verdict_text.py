@@ -136,16 +136,20 @@ def update_sources(view: View, decision: Decision) -> str:
     method = view.weighing[0]
     shares = mean_over(view.update_weights[method])
     own = decision.names.index(view.name)
-    others = sorted((i for i in range(len(shares)) if i != own), key=lambda i: -shares[i])
-    if not others:
+    percent = {
+        name: round(100 * share) for name, share in zip(decision.names, shares, strict=True) if name != view.name
+    }
+    if not percent:
         return f"{view.name} has no partners."
-    most, least = others[0], others[-1]
-    text = (
-        f"Over all rounds, {100 * shares[own]:.0f} % of the updates in {view.name}'s {title_of(method)} model were its "
-        f"own. Among its partners, {decision.names[most]} contributed the most ({100 * shares[most]:.0f} %)"
-    )
+    by_share = {share: listed([name for name in percent if percent[name] == share]) for share in percent.values()}
+    most, least = max(by_share), min(by_share)
+    own_share = f"{100 * shares[own]:.0f} % of the updates in {view.name}'s {title_of(method)} model were its own"
+    text = f"Over all rounds, {own_share}."
+    if most == least:
+        return f"{text} {by_share[most]} contributed {most} %{' each' if len(percent) > 1 else ''}."
     return (
-        f"{text}, {decision.names[least]} the least ({100 * shares[least]:.0f} %)." if len(others) > 1 else f"{text}."
+        f"{text} Among its partners, {by_share[most]} contributed the most ({most} %), {by_share[least]} the least "
+        f"({least} %)."
     )
 
 

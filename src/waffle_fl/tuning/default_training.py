@@ -4,7 +4,8 @@ A verdict is only as good as the models behind it. Unless the user gives these s
 of the training rows selects the round, and learning rate, weight decay, the network (for tables) and augmentation (for
 images) are those with the best validation score, averaged over the agents: the least loss among those within a standard
 error of the best accuracy. Test rows are never used. Where training is expensive (`decision/budget.py`), only Local and
-FedAvg are tried, candidates are compared after half of the rounds, and the other methods train as FedAvg does.
+FedAvg, or FedAvg+FT, are tried, candidates are compared after half of the rounds, and the other methods train as the
+shared model does.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
+from waffle_fl.decision.measurement import JOINT
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of
 from waffle_fl.federation import Federation
 from waffle_fl.tuning.trial_scores import BestRound, common_round, own_rounds
@@ -46,7 +49,7 @@ STEPS = 400  # mini-batches of the median agent, from which the number of rounds
 FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are not doubled
 STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that training was too short
-PROXIES = ("local", "fedavg")
+PROXIES = ("local", *JOINT)
 FINALISTS = 2  # augmentations that train to the end, of those that were compared after half of the rounds
 RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
 TUNED = (*RECIPE, "rounds", "lr", "weight_decay", "model", "augment", "flips", "selected_by", "final_round")
@@ -64,8 +67,9 @@ class ChosenTraining:
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method."""
         found = self.chosen.get(config.method)
-        if found is None:  # not tried: trained as FedAvg, to the last round
-            found = {**self.chosen.get("fedavg", {}), "final_model": "last", "final_round": 0}
+        if found is None:  # not tried: trained as the shared model, to the last round
+            shared = next((self.chosen[method] for method in reversed(JOINT) if method in self.chosen), {})
+            found = {**shared, "final_model": "last", "final_round": 0}
         return replace(config, settings=replace(config.settings, **found))
 
     def text(self) -> str:
@@ -112,18 +116,12 @@ def choose_training(
         base = replace(base, rounds=more_rounds(base.rounds, federation))
     candidates = _without(given, grid_for(base, federation))
     tried = [m for m in methods if m in PROXIES] if expensive else list(methods)
-    slowed = expensive and differ_in_augmentation(candidates)
-    compared = tried[:1] if slowed else tried
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
     trials = Trials(base, options, folder, runtime, listener, common_round if all_rows else own_rounds)
     if expensive and len(candidates) > 1:
-        scores, found = trials.halved(compared, candidates, FINALISTS if slowed else 1)
+        scores, found = trials.halved(tried, candidates, FINALISTS if differ_in_augmentation(candidates) else 1)
     else:
-        scores, found = trials.compared(compared, candidates)
-    if compared != tried:
-        chosen, _ = found[compared[0]]
-        rest = trials.best_rounds({(m, "candidate"): chosen for m in tried if m not in found})
-        found |= {m: (chosen, trial) for m, (trial,) in rest.items()}
+        scores, found = trials.compared(tried, candidates)
     while not (keeps_rounds or expensive) and _improves(found, base.rounds):
         if (rounds := more_rounds(base.rounds, federation)) == base.rounds:
             break
@@ -140,7 +138,8 @@ def choose_training(
         m: {**common, **c, **({"final_round": round(trial.round)} if all_rows else {})}
         for m, (c, trial) in found.items()
     }
-    reduced = (TRIED,) if expensive and set(methods) - set(tried) else ()
+    named = " and ".join(map(title_of, tried))
+    reduced = (TRIED.format(named, title_of(tried[-1])),) if expensive and set(methods) - set(tried) else ()
     return ChosenTraining(base.rounds, chosen_of, scores, reduced)
 
 
@@ -168,7 +167,7 @@ def more_rounds(rounds: int, federation: Federation) -> int:
 
 
 def differ_in_augmentation(candidates: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether candidates differ only in their augmentation, which suits the data and not the method."""
+    """Whether candidates differ only in their augmentation, which slows training at first."""
     steps = [{name: value for name, value in c.items() if name not in ("augment", "flips")} for c in candidates]
     return all(step == steps[0] for step in steps)
 

@@ -104,6 +104,8 @@ def report_tables(folder: Path, options: ReadOptions) -> FolderReport:
     if options.rules.decimal == ",":  # columns whose decimal signs are unclear have a line of their own
         problems.lines = [line for line in problems.lines if DECIMAL_ADVICE not in line]
     read = problems.catch(read_folder, folder, options) if not problems.lines else None
+    if read and len(agents) > 1 and not any(len(agent.test) for agent in read.agents.values()):
+        problems.lines.append(NO_TEST)
     suspicions = [
         line
         for name, kind in kinds.items()
@@ -123,6 +125,9 @@ def report_tables(folder: Path, options: ReadOptions) -> FolderReport:
         notes=tuple(notes),
         passed_over=tuple(path.name for path in passed_over(folder)),
     )
+
+
+NO_TEST = "no agent has test samples left, so that no result can be measured: hold some out, or keep them"
 
 
 class Problems:
