@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.cluster import free_ports
+
 from cli_support import strict, toml, waffle
 from records_support import bits
 from test_ray_cluster import CPU, Recorder, grid
