@@ -110,6 +110,16 @@ class MixesOutputs(Protocol):
 
 
 @runtime_checkable
+class MixesPredictions(Protocol):
+    """Predicts with a mixture of its model, the average model, a model trained alone, and nearest training samples."""
+
+    @property
+    def mixes_predictions(self) -> bool:
+        """Whether the engines wrap the method in `Mixture`: a row of `personal` then holds the models one by one."""
+        ...
+
+
+@runtime_checkable
 class ModelDependent(Protocol):
     """Treats layers of the model differently."""
 
@@ -187,6 +197,7 @@ HOOKS = {
     "new_control_variates": HasControlVariates,
     "answer": PredictsWithTrainingData,
     "mixes_outputs": MixesOutputs,
+    "mixes_predictions": MixesPredictions,
     "for_model": ModelDependent,
     "check_agents": ChecksAgents,
     "asks_all": AsksAll,

@@ -28,6 +28,13 @@ def _replaced(instance: T, name: str, value: Any) -> T:
     return changed
 
 
+def _with_lr(algorithm: Algorithm, lr: Tensor) -> Algorithm:
+    """Return the method, inside the wrappers that it has, with this learning rate."""
+    if isinstance(algorithm, Wrapper):
+        return _replaced(algorithm, "inner", _with_lr(algorithm.inner, lr))
+    return _replaced(algorithm, "sgd", _replaced(algorithm.sgd, "lr", lr))
+
+
 @final
 @dataclass(frozen=True)
 class LrDecay(Wrapper):
@@ -35,7 +42,7 @@ class LrDecay(Wrapper):
 
     def _at(self, lr: Tensor) -> Algorithm:
         """Return the wrapped method with this learning rate."""
-        return _replaced(self.inner, "sgd", _replaced(self.inner.sgd, "lr", lr))
+        return _with_lr(self.inner, lr)
 
     def init(self, net: Net, agents: int) -> tuple[State, State]:
         server, rows = self.inner.init(net, agents)

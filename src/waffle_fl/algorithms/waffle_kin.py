@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -99,10 +99,16 @@ class WaffleKin:
     """Share of the rounds so far over which Alice's model is averaged; 0 uses the latest model only."""
     own: float = parameter(0.3, between(0, 1))
     """Which models are averaged: 0 the models that Alice received, 1 the models that she trained, or in between."""
+    prediction: Literal["model", "mixture"] = "model"
+    """What predicts: Alice's model, or its mixture with the average model, a model trained alone and neighbours."""
     cut: Cut = model_dependent(Cut())
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def mixes_predictions(self) -> bool:
+        return self.prediction == "mixture"
 
     def for_model(self, layers: Layers) -> WaffleKin:
         head = layers.head(self.head_layers)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
-from waffle_fl.engines.mixed_outputs import mixes_outputs, output_of
+from waffle_fl.engines.mixed_outputs import mixes_predictions, mixture_of, names_in, output_of
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
@@ -33,7 +33,9 @@ Mapper = Callable[..., Iterable[Any]]  # map, or a parallel equivalent
 def predictor_of(
     algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, progress: float = 1.0
 ) -> Predictor:
-    """Return Alice's predictor: her model, or the algorithm's `answer`, which also uses her training data."""
+    """Return Alice's predictor: her model, or a mixture or `answer`, which also use her training data."""
+    if mixes_predictions(algorithm):
+        return mixture_of(algorithm, model, net, federation, progress)
     answer = getattr(algorithm, "answer", None)
     if answer is None:
         return output_of(algorithm, model, net)
@@ -207,7 +209,7 @@ class Evaluator:
         """Return accuracy and loss of each net on its part of the samples."""
         groups: dict[Any, list[int]] = {}
         for k, (algorithm, federation) in enumerate(zip(algorithms, federations, strict=True)):
-            together = applies(self.model) and not hasattr(algorithm, "answer") and not mixes_outputs(algorithm)
+            together = applies(self.model) and not hasattr(algorithm, "answer") and not names_in(algorithm)
             groups.setdefault(id(federation.x) if together else (k,), []).append(k)
         single = [group[0] for group in groups.values() if len(group) == 1]
         numbers = sum(federations[k].x[0].numel() * len(parts[k]) for k in single)

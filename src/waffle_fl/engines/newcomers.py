@@ -15,6 +15,7 @@ from typing import Any
 from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.algorithms.local import Local
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
+from waffle_fl.engines.mixed_outputs import models_in, names_in
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.federation import Federation
@@ -28,7 +29,7 @@ def join_after_training(
 
     before  of the model that the method gives to it, without any training
     after   of its model after `rounds` rounds with the method, in which the server does not change
-    tuned   of the model `before`, after as many rounds of plain local training
+    tuned   of the model `before` (of several the first), after as many rounds of plain local training
 
     `newcomer` is a federation of this agent alone, with its training data. In `spec` the agent has none.
     """
@@ -39,16 +40,18 @@ def join_after_training(
     agents = algorithm.init(_start(state.server, model, spec.seed), 1)[1]
     given = with_method.own_model(down, agents)
     alone = _trainer(Local(algorithm.sgd, getattr(algorithm, "clip", 0.0)), spec.seed, model, settings, newcomer)
-    tuned = alone.start()._replace(y=given.params[None], stats=given.stats[None])
+    start = models_in(algorithm, model, given)[0]
+    tuned = alone.start()._replace(y=start.params[None], stats=start.stats[None])
     for r in range(settings.rounds + 1, settings.rounds + 1 + rounds):
         agents, _ = with_method.train(down, agents, r, attempt=0)
         tuned, _ = alone.train(alone.blank_down(), tuned, r, attempt=0)
-    nets = {
-        "before": given,
-        "after": with_method.own_model(down, agents),
-        "tuned": Net(tuned.y[0], tuned.stats[0]),
+    one_model = alone if names_in(algorithm) else with_method
+    scores = {
+        "before": with_method.evaluate(given),
+        "after": with_method.evaluate(with_method.own_model(down, agents)),
+        "tuned": one_model.evaluate(Net(tuned.y[0], tuned.stats[0])),
     }
-    return {when: _finite(with_method.evaluate(net)) for when, net in nets.items()}
+    return {when: _finite(found) for when, found in scores.items()}
 
 
 def _trainer(algorithm: Algorithm, seed: int, model: FlatModel, s: RoundSettings, newcomer: Federation) -> SiteTrainer:

@@ -122,13 +122,14 @@ UNCOVERED = {
     "scored_on": "losses of several models on samples",
     "rehearse": "mini-batches before its training",
     "answer": "training samples in its predictions",
+    "mixes_predictions": "training samples in its predictions",
 }
 
 
 def gradients_per_step(algorithm: Algorithm, model: FlatModel) -> int:
     """Return how many gradients of a sample a step uses; raise if the method reads samples in another way too."""
     name = type(getattr(algorithm, "unwrapped", algorithm)).__name__
-    found = next((what for hook, what in UNCOVERED.items() if hasattr(algorithm, hook)), "")
+    found = next((what for hook, what in UNCOVERED.items() if getattr(algorithm, hook, None)), "")
     probe, net = _Probe(), model.init(0)
     if not found:
         one = torch.ones(1, dtype=torch.int64, device=model.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig
 from waffle_fl.engines.evaluation import SCORE_ROWS
-from waffle_fl.engines.mixed_outputs import mixes_outputs
+from waffle_fl.engines.mixed_outputs import mixes_outputs, mixes_predictions
 from waffle_fl.errors import WaffleError
 from waffle_fl.manifest import Warn, verify
 from waffle_fl.models import FlatModel, builder
@@ -104,12 +104,18 @@ def _check_as_given(run: FinishedRun) -> None:
 
 
 def check_portable(config: RunConfig) -> None:
-    """Raise WaffleError if the method's predictions need the agent's training data, or two models."""
+    """Raise WaffleError if the method's predictions need the agent's training data, or several models."""
     algorithm = config.algorithm()
     if mixes_outputs(algorithm):
         raise WaffleError(
             f"{title_of(config.method)} mixes the outputs of two models, which no single model can: its predictions on "
             'Alice\'s test data are in predictions.safetensors; train with mixing = "parameters" for a portable model'
+        )
+    if mixes_predictions(algorithm):
+        raise WaffleError(
+            f"{title_of(config.method)} mixes the predictions of three models and of Alice's training data: its "
+            'predictions on her test data are in predictions.safetensors; train with prediction = "model" for a '
+            "portable model"
         )
     if hasattr(algorithm, "answer"):
         raise WaffleError(
