@@ -303,7 +303,7 @@ def main() -> None:
             for k in range(len(tasks.columns)):
                 alices = collect(tournament, tasks, k, lr, runtime, given.predictions)
                 append_lines(RECORD, [line_of(tasks, k, lr, alices)])
-    write_between(PAGE, "table: one-waffle", tables(read_lines(RECORD)))
+    write_between(PAGE, "study: one-waffle", tables(read_lines(RECORD)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from paper.quadratics import (
@@ -37,6 +38,7 @@ from theory_support import (
 from waffle_fl.algorithms import SGD, Net
 from waffle_fl.algorithms.contract import angular_distance
 from waffle_fl.algorithms.fedavg import Down, FedAvg, Up
+from waffle_fl.algorithms.mixture import class_weights, value_weights
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
 from waffle_fl.algorithms.waffle_kin import Cut, WaffleKin
@@ -519,6 +521,79 @@ def test_own_share_moves_alice_to_her_optimum(seed: int) -> None:
     ((server, _, _),) = play(WaffleKin(SGD(lr), **options), case.problem.grad, rest, steps, 1)
     assert server.share[1, 0].item() == pytest.approx(math.exp(-0.3))
     assert (server.x - rest).norm() > 1e-9
+
+
+# ----------------------------------------------------------------------------------------- the mixture of predictions
+
+
+def losses_of(weights: Tensor, p: Tensor) -> Tensor:
+    """Return the log loss (n,) of a mixture, from the probabilities (K, n) of the labels."""
+    return -(weights @ p).log()
+
+
+def pseudo_samples(case: Case, parts: int) -> Tensor:
+    return torch.tensor([10 ** case.draw.uniform(-1.5, 1) for _ in range(parts)], dtype=torch.float64)
+
+
+def bound(prior: Tensor, n: int) -> Tensor:
+    """Return the excess of statement 42 for each part."""
+    total = prior.sum()
+    return (total - prior) * (1 + torch.log1p(n / total)) / n
+
+
+@seeds(30)
+def test_mixture_is_near_the_best_part(seed: int) -> None:
+    """On n validation samples the mixture's mean log loss is at most that of part j plus (A − a_j) (1 + log(1 + n/A))
+    / n, a the pseudo-samples of the parts and A their sum."""
+    case = random_case(seed)
+    n, parts = case.draw.randint(1, 60), case.draw.randint(2, 5)
+    p = torch.from_numpy(np.random.default_rng(seed).beta(0.4, 0.4, (parts, n))).clamp(min=1e-9)
+    prior = pseudo_samples(case, parts)
+    excess = losses_of(class_weights(p, prior), p).mean() + p.log().mean(dim=1)
+    assert (excess <= bound(prior, n) + 1e-9).all()
+
+
+@seeds(10)
+def test_no_sample_costs_more(seed: int) -> None:
+    """On any sample, also a new one, the mixture's log loss is at most that of part j plus log((n + A) / a_j)."""
+    case, rng = random_case(seed), np.random.default_rng(seed)
+    n, parts = case.draw.randint(1, 60), case.draw.randint(2, 5)
+    prior = pseudo_samples(case, parts)
+    weights = class_weights(torch.from_numpy(rng.uniform(1e-9, 1, (parts, n))), prior)
+    new = torch.from_numpy(rng.beta(0.2, 0.2, (parts, 200))).clamp(min=1e-12)
+    excess = losses_of(weights, new) + new.log()
+    assert (excess <= ((n + prior.sum()) / prior).log()[:, None] + 1e-9).all()
+
+
+@seeds(30)
+def test_mixture_of_numbers_is_near_the_best_part(seed: int) -> None:
+    """On n validation samples the mean squared error of a mixture of numbers is at most that of part j plus 2 A m /
+    n, m the error of the best part."""
+    case = random_case(seed)
+    n, parts = case.draw.randint(1, 40), case.draw.randint(2, 5)
+    targets = case.normal(n)
+    values = targets + case.normal(parts, n) * case.normal(parts, 1) + case.normal(parts, 1)
+    prior = pseudo_samples(case, parts)
+    errors = (values - targets).square().mean(dim=1)
+    error = (value_weights(values, targets, prior) @ values - targets).square().mean()
+    assert (error <= errors + 2 * prior.sum() * errors.min() / n + 1e-9).all()
+
+
+@seeds(5)
+def test_mixture_is_near_the_best_part_on_new_samples(seed: int) -> None:
+    """If validation samples are drawn independently and no part gives a label less than the probability e, the
+    mixture's expected log loss on a new sample is at most that of part j plus the term of statement 42 plus (2/e) √(2
+    log k / n), k the number of parts."""
+    case, rng = random_case(seed), np.random.default_rng(seed)
+    n, parts, least = case.draw.randint(5, 60), case.draw.randint(2, 5), case.draw.uniform(0.05, 0.3)
+    possible = torch.from_numpy(
+        rng.uniform(least, 1, (parts, 8))
+    )  # of each part on each of eight equally likely samples
+    prior = pseudo_samples(case, parts)
+    drawn = possible[:, torch.from_numpy(rng.integers(0, 8, (300, n)))].transpose(0, 1)
+    expected = -(class_weights(drawn, prior) @ possible).log().mean()
+    excess = expected + possible.log().mean(dim=1)
+    assert (excess <= bound(prior, n) + 2 / least * (2 * math.log(parts) / n) ** 0.5).all()
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -175,14 +175,22 @@ class Evaluator:
         progress: float,
     ) -> list[dict[str, Tensor]]:
         """Score each Alice's model on her test data and, if present, her validation data, with her current labels."""
-        scores = self.score(algorithms, federations, [f.test[f.alice] for f in federations], nets, progress)
+        runs = zip(algorithms, nets, federations, strict=True)
+        predictors = [cache(partial(predictor_of, a, self.model, net, f, progress)) for a, net, f in runs]
+        tests = [f.test[f.alice] for f in federations]
+        scores = self.score(algorithms, federations, tests, nets, progress, predictors)
         untested = [k for k, f in enumerate(federations) if f.test[f.alice] is f.validation[f.alice]]
         for k in untested:
             scores[k] |= {f"validation_{key}": value for key, value in scores[k].items()}
         with_validation = [k for k, f in enumerate(federations) if len(f.validation[f.alice]) and k not in untested]
         methods, others = [algorithms[k] for k in with_validation], [federations[k] for k in with_validation]
         more = self.score(
-            methods, others, [f.validation[f.alice] for f in others], [nets[k] for k in with_validation], progress
+            methods,
+            others,
+            [f.validation[f.alice] for f in others],
+            [nets[k] for k in with_validation],
+            progress,
+            [predictors[k] for k in with_validation],
         )
         for k, found in zip(with_validation, more, strict=True):
             scores[k] |= {f"validation_{key}": value for key, value in found.items()}
@@ -193,6 +201,7 @@ class Evaluator:
             [rows for *_, rows in attacked],
             [nets[k] for k, *_ in attacked],
             progress,
+            [predictors[k] for k, *_ in attacked],
         )
         for (k, *_), found in zip(attacked, backdoor_scores, strict=True):
             scores[k]["backdoor"] = found["accuracy"]  # success rate of the backdoor attack
@@ -205,8 +214,13 @@ class Evaluator:
         parts: Sequence[Tensor],
         nets: Sequence[Net],
         progress: float,
+        predictors: Sequence[Callable[[], Predictor]],
     ) -> list[dict[str, Tensor]]:
-        """Return accuracy and loss of each net on its part of the samples."""
+        """Return accuracy and loss of each net on its part of the samples.
+
+        A predictor is made when it is first called and used again: its neighbours and weights take longer than its
+        predictions.
+        """
         groups: dict[Any, list[int]] = {}
         for k, (algorithm, federation) in enumerate(zip(algorithms, federations, strict=True)):
             together = applies(self.model) and not hasattr(algorithm, "answer") and not names_in(algorithm)
@@ -216,8 +230,7 @@ class Evaluator:
         by_run = len(single) > 1 and numbers >= NUMBERS_BY_RUN
 
         def score_one(k: int) -> dict[str, Tensor]:
-            answer = predictor_of(algorithms[k], self.model, nets[k], federations[k], progress)
-            return score(self.model, answer, federations[k], parts[k], progress, map if by_run else self._each)
+            return score(self.model, predictors[k](), federations[k], parts[k], progress, map if by_run else self._each)
 
         found = dict(zip(single, (self._each if by_run else map)(score_one, single), strict=True))
         for group in groups.values():
