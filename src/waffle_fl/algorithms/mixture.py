@@ -113,7 +113,7 @@ def mixed(predictions: Tensor, weights: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class Mixture(Wrapper):
+class PredictionMixture(Wrapper):
     """An algorithm that also trains the average model and, at each agent, a model that is trained alone.
 
     A row of `personal` holds the models in `PARTS` one after another.
@@ -121,8 +121,8 @@ class Mixture(Wrapper):
 
     alone: bool = True  # False for agents whose own model is not requested
 
-    def helper(self) -> Mixture:
-        return Mixture(self.inner, alone=False)
+    def helper(self) -> PredictionMixture:
+        return PredictionMixture(self.inner, alone=False)
 
     def init(self, net: Net, agents: int) -> tuple[State, State]:
         server, rows = self.inner.init(net, agents)

@@ -7,7 +7,7 @@ from waffle_fl.algorithms.contract import Algorithm
 from waffle_fl.algorithms.hooks import ModelDependent
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
 from waffle_fl.algorithms.lr_decay import LrDecay
-from waffle_fl.algorithms.mixture import Mixture
+from waffle_fl.algorithms.mixture import PredictionMixture
 from waffle_fl.algorithms.wrapper import Wrapper
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers
@@ -24,7 +24,7 @@ def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
             f"averaging: {type(prepared).__name__} has a hyperparameter of this name: set that, not the optimiser's"
         )
     if getattr(prepared, "mixes_predictions", False):
-        prepared = Mixture(prepared)
+        prepared = PredictionMixture(prepared)
     if sgd.lr_decay != 1:
         prepared = LrDecay(prepared)
     if sgd.keeps_velocity:
