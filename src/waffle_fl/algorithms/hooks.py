@@ -115,7 +115,7 @@ class MixesPredictions(Protocol):
 
     @property
     def mixes_predictions(self) -> bool:
-        """Whether the engines wrap the method in `PredictionMixture`: a row of `personal` then holds the models one by one."""
+        """Whether the engines wrap the method in `PredictionMixture`, whose rows of `personal` hold several models."""
         ...
 
 
