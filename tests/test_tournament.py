@@ -149,7 +149,7 @@ def test_a_column_with_some_agents_per_round_trains_each_alice_as_a_plain_run(fi
 
 
 def test_a_file_with_a_base(tmp_path: Path) -> None:
-    """A file takes methods, grid and settings from its base, and has data sets and claims of its own."""
+    """A file takes what it lacks from its base, except claims."""
     (tmp_path / "first.toml").write_text(TEXT)
     second = (
         'schema = 1\nkind = "tournament"\nbase = "{base}"\nrounds = 3\n[data.synthetic]\nlr = [0.1]\ncolumns = [{}]\n'

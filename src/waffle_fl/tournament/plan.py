@@ -20,7 +20,7 @@
     [data.people]                             # another folder per partition: people-1, people-2, ...
     data = "people-{partition}"
 
-`base = "other.toml"` takes everything from a tournament file in the same folder, except its data sets and claims.
+`base = "other.toml"` takes from a tournament file in the same folder what the file itself lacks, except claims.
 
 A method without a hyperparameter of its own has `weight_decay` in the grid, so that every method has the same number of
 trials. A variant takes part beside the methods; it has the grid of its method unless [grid] has its name.
@@ -190,7 +190,7 @@ def load_tournament(path: Path) -> Tournament:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return the content of a file, on top of what its base has apart from data sets and claims."""
+    """Return the content of a file, on top of what its base has apart from claims."""
     _, content = read_toml(path)
     base = content.pop("base", None)
     if base is None:
@@ -200,7 +200,7 @@ def _content(path: Path) -> dict[str, Any]:
     _, other = read_toml(path.parent / base)
     if other.get("kind") != KIND or "base" in other:
         raise WaffleError(f"{path}: base: expected a tournament file without a base, got {base!r}")
-    inherited = {key: value for key, value in other.items() if key not in ("data", "claims")}
+    inherited = {key: value for key, value in other.items() if key != "claims"}
     return {**inherited, **content}
 
 
