@@ -44,6 +44,7 @@ from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.mixed_outputs import models_in
 from waffle_fl.engines.run_spec import own_net
 from waffle_fl.engines.simulate import simulate
+from waffle_fl.experiment.factories import advice, federation_of
 from waffle_fl.inference.trained_run import check_portable
 from waffle_fl.models import FlatModel, mlp, squared_error
 from waffle_fl.tensorfile import read_named
@@ -178,6 +179,14 @@ def test_weights_without_validation_samples() -> None:
     ours, theirs = (outcomes_of(one, shared_model(), rounds=2)[-1].measured for one in (spec, plain))
     assert ours["accuracy"] == theirs["accuracy"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+
+
+def test_a_note_without_validation_samples() -> None:
+    notes = []
+    for share in (0.0, 0.2):
+        config = check_run("waffle-kin", {"validation": share}, {"prediction": "mixture"})
+        notes.append(advice(config, federation_of(config.settings)))
+    assert [any("the mixture is Alice's model alone" in note for note in some) for some in notes] == [True, False]
 
 
 @pytest.mark.parametrize("only", range(3))

@@ -139,6 +139,8 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
             notes.append(f"{', '.join(short)}: fewer than {needed} mini-batches per round, which an update needs")
     if config.method == "fedfomo" and not len(federation.validation[federation.alice]):
         notes.append("no validation data: models are compared on Alice's training samples (set validation)")
+    if config.options.get("prediction") == "mixture" and not len(federation.validation[federation.alice]):
+        notes.append("no validation data: the mixture is Alice's model alone (set validation)")
     samples = dict(zip(federation.names, federation.samples.tolist(), strict=True))
     empty = [name for name, n in samples.items() if not n and name not in federation.newcomers]
     if empty:
