@@ -2,7 +2,7 @@
 
     python -m benchmarks.one_waffle DATA_DIR PREDICTIONS    # writes results/one-waffle.jsonl and its table in docs/
 
-PREDICTIONS is a folder for what the base methods predict, which is used again.
+PREDICTIONS is a folder for what the base methods predict, which is used again. Lines that the record has are kept.
 
 The data sets, columns and settings are those of experiments/tournament.toml, partition 101, seed 1, two values of lr. A
 quarter of each agent's training rows is held out as pseudo-test; no test row is read. Of HAR, whole runs of an activity
@@ -297,12 +297,13 @@ def main() -> None:
     parser.add_argument("predictions", type=Path, help="folder for the predictions of the base methods")
     given = parser.parse_args()
     tournament, runtime = load_tournament(TOURNAMENT), Runtime(device="cpu", data_dir=given.data_dir, workers=1)
-    RECORD.unlink(missing_ok=True)
+    known = {(line["data"], line["column"], line["lr"]) for line in read_lines(RECORD)}
     for lr in LRS:
         for tasks in tournament.data.values():
-            for k in range(len(tasks.columns)):
-                alices = collect(tournament, tasks, k, lr, runtime, given.predictions)
-                append_lines(RECORD, [line_of(tasks, k, lr, alices)])
+            for k, column in enumerate(tasks.columns):
+                if (tasks.name, column_name(column), lr) not in known:
+                    alices = collect(tournament, tasks, k, lr, runtime, given.predictions)
+                    append_lines(RECORD, [line_of(tasks, k, lr, alices)])
     write_between(PAGE, "study: one-waffle", tables(read_lines(RECORD)))
 
 

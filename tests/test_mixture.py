@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.one_waffle import PAGE, RECORD, Rule, rules, tables, with_pseudo_test
 
 import test_contract
 from conftest import BATCH, fitted, make_federation, make_model, outcomes_of, refusal, shared_model
@@ -48,6 +49,7 @@ from waffle_fl.experiment.factories import advice, federation_of
 from waffle_fl.inference.trained_run import check_portable
 from waffle_fl.models import FlatModel, mlp, squared_error
 from waffle_fl.tensorfile import read_named
+from waffle_fl.tournament.record import read_lines
 
 CLIP = 5.0  # of WAFFLE-kin
 Mixture = partial(WaffleKin, prediction="mixture")
@@ -292,6 +294,26 @@ def test_privacy_is_refused(privacy: str, reason: str) -> None:
     spec = RunSpec(Mixture(SGD(0.1)), make_federation(alice=ALICE), 3)
     run = partial(simulate, [spec], make_model(), rounds=2, batch_size=BATCH, privacy=privacy)
     assert reason in refusal(run)
+
+
+def test_the_study_has_the_tables_of_its_record() -> None:
+    text = (Path(__file__).parent.parent / PAGE).read_text()
+    record = read_lines(Path(__file__).parent.parent / RECORD)
+    assert f"<!-- study: one-waffle -->\n{tables(record)}\n<!-- end of study: one-waffle -->" in text
+
+
+def test_the_study_reads_no_test_row() -> None:
+    """Pseudo-test rows are training rows of their agent, which then trains without them."""
+    federation = make_federation((40, 30, 20))
+    for in_runs in (False, True):
+        changed = with_pseudo_test(federation, in_runs)
+        for before, train, test in zip(federation.train, changed.train, changed.test, strict=True):
+            assert len(test)
+            assert sorted([*train.tolist(), *test.tolist()]) == sorted(before.tolist())
+
+
+def test_the_rule_is_that_of_the_study() -> None:
+    assert rules()["mixture"] == Rule(("waffle-kin", "fedavg", "local", "waffle-kin+neighbours"), PRIOR)
 
 
 def test_a_newcomer_gets_all_models() -> None:
