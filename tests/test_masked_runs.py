@@ -12,7 +12,7 @@ import torch
 from benchmarks.private_rounds import KINDS, table_of
 
 from conftest import make_federation, outcomes_of, refusal, shared_model
-from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WeightErosion, simulate
+from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WaffleKin, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
 from waffle_fl.config import check_run
@@ -34,6 +34,9 @@ METHODS = {
     "decay and momentum": Waffle(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
     "averaged": Scaffold(replace(STEP, averaging=0.5)),
     "adam": FedAvg(Adam(0.01)),
+    "waffle-kin": WaffleKin(STEP),
+    "waffle-kin, yielding": WaffleKin(STEP, yielding=3.0, head_layers=2),
+    "waffle-kin, decay": WaffleKin(SGD(0.05, lr_decay=0.9)),
 }
 
 

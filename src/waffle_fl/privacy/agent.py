@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy import contributors, exact_product, ring, shamir, sketch
-from waffle_fl.privacy.masks import derive, pair_mask, seal_seeds, self_mask
+from waffle_fl.privacy.masks import KEY_BYTES, derive, pair_mask, seal_seeds, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
     FEWEST,
@@ -60,11 +60,11 @@ class MaskingAgent:
             raise WaffleError(f"expected at least {FEWEST} agents in a private round, got {len(group)}")
         self.agent, self.group, self.at, self.floor = agent, tuple(group), at, floor
         self._pairs, self._entropy = pair_secrets, entropy
-        self._salt, self._self_secret, self._key_secret = (
-            entropy(n) for n in (SALT_BYTES, shamir.SECRET_BYTES, shamir.SECRET_BYTES)
+        self._salt, self._self_secret, self._key_secret, self._common = (
+            entropy(n) for n in (SALT_BYTES, shamir.SECRET_BYTES, shamir.SECRET_BYTES, KEY_BYTES)
         )
         self._seeds = {other: derive(pair_secrets[other], "mask seed", at.context) for other in self._others()}
-        self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, then one of its key
+        self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, one of its key, and a common secret
         self._vectors: dict[int, tuple[LongWords, bytes]] = {}  # by partner: own update, key of the dealer
         self._taken: set[str] = set()
         self._opened: frozenset[int] = frozenset()
@@ -77,12 +77,12 @@ class MaskingAgent:
         threshold = shamir.threshold_for(len(self.group))
         own = shamir.split(self._self_secret, self.group, threshold, self._entropy)
         key = shamir.split(self._key_secret, self.group, threshold, self._entropy)
-        self._held[self.agent] = own[self.agent] + key[self.agent]
+        self._held[self.agent] = own[self.agent] + key[self.agent] + self._common
         return Opening(
             self.agent,
             self._salt,
             seal_seeds(self._key_secret, self._seeds, self.at.context),
-            {other: self._encrypt(own[other] + key[other], other) for other in self._others()},
+            {other: self._encrypt(own[other] + key[other] + self._common, other) for other in self._others()},
             {holder: hashlib.sha256(share).digest() for holder, share in own.items()},
             {holder: hashlib.sha256(share).digest() for holder, share in key.items()},
         )
@@ -110,6 +110,12 @@ class MaskingAgent:
         secret = derive(self._pairs[partner], f"sketch {purpose} for {alice}", self._transcript)
         words = sketch.words_of(numbers, unit, secret, hers=self.agent == alice)
         return MaskedSketch(self.agent, partner, ring.packed(words))
+
+    def common_secret(self, agent: int, purpose: str) -> bytes:
+        """Return a secret that this agent has given to all agents of the round, and not to the server."""
+        if agent not in self._held:
+            raise WaffleError(f"expected a secret that all agents have from agent {agent}, got none: refuse the round")
+        return derive(self._held[agent][2 * shamir.SHARE_BYTES :], purpose, self._transcript)
 
     def deal(self, agent: int, alice: int, count: int) -> DealerWord:
         """Return what this agent sends as the dealer of a pair; it does not depend on any update."""
@@ -187,7 +193,7 @@ class MaskingAgent:
         return Revealed(
             self.agent,
             {i: self._held[i][:size] for i in request.arrived if i in self._held},
-            {i: self._held[i][size:] for i in request.missing if i in self._held},
+            {i: self._held[i][size : 2 * size] for i in request.missing if i in self._held},
         )
 
     def _weighted(self, part: Numbered, weight: float) -> Words:
@@ -205,10 +211,10 @@ class MaskingAgent:
 
     def _check_floor(self, announced: Announcement, arrived: Sequence[int]) -> None:
         """Refuse a sum in which this agent could be recognised. Also a server that lies is held to the floor."""
-        floor = self.floor if self.agent in announced.contributors else 1.0
         for table in announced.weights.values():
+            floor = self.floor if table.get(self.agent, 0.0) > 0 else 1.0
             number = contributors.effective([table.get(i, 0.0) for i in arrived])
-            if len(arrived) < 2 or number < floor:
+            if sum(table.get(i, 0.0) > 0 for i in arrived) < 2 or number < floor:
                 raise WaffleError(
                     f"expected at least {max(floor, 2):g} effective contributors, got {number:.2f}: this agent "
                     "takes no part in the round"

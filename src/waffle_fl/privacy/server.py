@@ -70,7 +70,8 @@ class MaskingServer:
         return {i: exact_product.distance(*pair, unit) for i, pair in pairs.items()}
 
     def announce(self, weights: Mapping[str, Mapping[int, float]]) -> Announcement:
-        """Return the weights, which all agents receive."""
+        """Return the weights, which all agents receive. A part that they do not name is not summed."""
+        self.parts = {name: self.parts[name] for name in weights}
         self._announced = Announcement(weights)
         return self._announced
 
