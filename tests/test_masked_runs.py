@@ -140,7 +140,7 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
         up.dy[3] *= 30
         return up
 
-    spec = spec_of(METHODS[method], tamper=tamper)
+    spec = RunSpec(METHODS[method], make_federation((*SIZES, 21, 18)), 1, tamper=tamper)
     for outcome in outcomes_of(spec, shared_model(), rounds=2, guard="standard", privacy="masked"):
         assert {"agent 1", "agent 2", "agent 3"} <= outcome.measured["screened"].keys()
         assert [outcome.measured["weights"][i] for i in (1, 2, 3)] == [0, 0, 0]
@@ -148,6 +148,19 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
     masked = trained(METHODS[method], guard="standard")
     reasons = [{k: v for k, v in o.measured.get("screened", {}).items() if v != "clipped"} for o in honest]
     assert all(a.items() <= o.measured.get("screened", {}).items() for a, o in zip(reasons, masked, strict=True))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_sum_of_one_update_is_not_read(method: str) -> None:
+    """A run in which only one agent's update is left stops; SCAFFOLD's control variates of the others do not hide it."""
+
+    def tamper(up: Any, r: int) -> Any:
+        up.dy[1:] *= -1
+        return up
+
+    options: dict[str, Any] = {"privacy": "masked", "guard": "standard"}
+    text = refusal(outcomes_of, spec_of(METHODS[method], tamper=tamper), shared_model(), **options)
+    assert "the sum would be its update" in text
 
 
 def test_an_update_that_cannot_be_used_is_left_out() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from waffle_fl.algorithms import Net
 from waffle_fl.algorithms.contract import Rows, lengths
-from waffle_fl.engines.masked_parts import FIRST, GUARD, TrainedRow, unit_of
+from waffle_fl.engines.masked_parts import FIRST, GUARD, TrainedRow, rotated_size, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import OK, TOO_LONG, screen
@@ -40,7 +40,6 @@ from waffle_fl.privacy.phases import (
     UnmaskRequest,
 )
 from waffle_fl.privacy.ring import Numbers
-from waffle_fl.privacy.rotation import LONGEST_ROTATED, rotated
 from waffle_fl.randomness import derive, noise
 
 
@@ -82,8 +81,8 @@ class UpdateReader:
         key, unit = count_sketch_key(self.seed, r, attempt), unit_of(algorithm, "dy", r)
         first, measured = {}, ()
         if hasattr(algorithm, "first_weights"):
-            short = {name: sketch.compress(numbers, LONGEST_ROTATED, key) for name, numbers in rows.items()}
-            first = {name: Numbered(numbers, unit) for name, numbers in short.items()}
+            most = rotated_size(self.settings)
+            first = {name: Numbered(sketch.compress(row, most, key), unit) for name, row in rows.items()}
         if getattr(algorithm, "compares_directions", False):
             measured = tuple(float(np.linalg.norm(numbers)) for numbers in rows.values())
             rows = {name: numbers / (size or 1.0) for (name, numbers), size in zip(rows.items(), measured, strict=True)}
@@ -95,8 +94,9 @@ class UpdateReader:
         size = self.settings.sketch_size
         sketched = {why: (sketch.compress(numbers, size, key), step) for why, (numbers, step) in vectors.items()}
         exact = tuple(compared.values()) if dealt else ()
-        fits = all(ring.holds(part.numbers, part.unit, ring.SUM_BITS) for part in (*summed.values(), *first.values()))
-        fits = fits and all(sketch.fits(*one) for one in (*sketched.values(), *exact))
+        fits = all(ring.holds(part.numbers, part.unit, ring.SUM_BITS) for part in summed.values())
+        bounded = [(part.numbers, part.unit) for part in first.values()]
+        fits = fits and all(sketch.fits(*one) for one in (*sketched.values(), *exact, *bounded))
         length, pull = float(lengths(dy)[0]), 0.0
         if hasattr(algorithm, "new_control_variates"):
             server = server_seen_by(algorithm, trained.down, trained.agents)
@@ -179,7 +179,9 @@ class RoundAgent:
     def _side_of(self, first: bool) -> MaskingAgent:
         side = self._first if first else self._side
         if side is None:
-            raise WaffleError("expected a request for the only sum of the round, got one for a sum before it: refuse it")
+            raise WaffleError(
+                "expected a request for the only sum of the round, got one for a sum before it: refuse it"
+            )
         return side
 
     def _alone(self) -> AloneReply:
@@ -211,11 +213,9 @@ class RoundAgent:
             side.receive(delivery)
         if side.agent not in request.announced.contributors:
             return SumReply(())
-        parts = self.own.summed
-        if request.first:  # of the sum only the length can be read
-            keys = {name: side.common_secret(self._alice, f"rotation of {name}") for name in self.own.first}
-            parts = {name: one._replace(numbers=rotated(one.numbers, keys[name])) for name, one in self.own.first.items()}
-        return SumReply((side.contribute(request.announced, parts),))
+        if request.first:
+            return SumReply((side.contribute_rotated(request.announced, self.own.first, self._alice),))
+        return SumReply((side.contribute(request.announced, self.own.summed),))
 
 
 def round_agent(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from waffle_fl.engines.aggregation import Registered
+from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.guard import OK, REASONS
 from waffle_fl.privacy import ring
@@ -21,6 +22,7 @@ from waffle_fl.privacy.phases import (
     SketchReply,
     SumReply,
 )
+from waffle_fl.privacy.rotation import LONGEST_ROTATED
 
 USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; `unit_of` has that of updates
 GUARD = "guard"  # the purpose of a comparison of updates for the guard alone; others are named after what is compared
@@ -65,6 +67,11 @@ def unit_of(algorithm: Any, name: str, r: int) -> float:
     """Return the unit of a part: updates are as large as the learning rate makes them."""
     sgd = algorithm.sgd
     return ring.unit_for(10 * sgd.lr * sgd.lr_decay ** (r - 1) if name == "dy" else USUAL.get(name, 1.0))
+
+
+def rotated_size(settings: RoundSettings) -> int:
+    """Return the most numbers of a part of a first sum; more are reduced by a count sketch."""
+    return min(settings.sketch_size, LONGEST_ROTATED)
 
 
 def is_well_formed(reply: PhaseReply, sizes: MessageSizes, sketch_size: int) -> bool:

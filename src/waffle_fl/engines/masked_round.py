@@ -17,7 +17,7 @@ from waffle_fl.algorithms import Round
 from waffle_fl.algorithms.contract import Angles, Seen, Weights, one_hot, row_of
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.masked_guard import screened
-from waffle_fl.engines.masked_parts import FIRST, GUARD, MessageSizes, is_well_formed, unit_of
+from waffle_fl.engines.masked_parts import FIRST, GUARD, MessageSizes, is_well_formed, rotated_size, unit_of
 from waffle_fl.engines.masked_sums import MaskedSum, largest_floor
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
@@ -38,7 +38,6 @@ from waffle_fl.privacy.phases import (
     ProductRequest,
     SketchReply,
 )
-from waffle_fl.privacy.rotation import LONGEST_ROTATED
 
 Phase: TypeAlias = Literal["open", "compare", "deal", "product", "first", "told", "sum", "reveal", "alone", "done"]
 
@@ -89,7 +88,8 @@ class MaskedRound:
         self.group: tuple[int, ...] = tuple(asked.nonzero().flatten().tolist())
         parts = {name: (size, unit_of(algorithm, name, at.round)) for name, size in sizes.parts.items()}
         unit = unit_of(algorithm, "dy", at.round)
-        first = {name: (min(size, LONGEST_ROTATED), unit) for name, size in sizes.compared.items()}
+        most = rotated_size(settings)
+        first = {name: (min(size, most), unit) for name, size in sizes.compared.items()}
         self._sum = MaskedSum(self.group, at, parts, first=False)
         self._first_sum = MaskedSum(self.group, replace(at, part=FIRST), first, first=True)
         facts = known.samples, known.steps, settings.batch_size, None, known.asked
@@ -289,7 +289,7 @@ class MaskedRound:
     def _measure(self, replies: Mapping[int, Any]) -> None:
         """Read the lengths of the first sum, and compute the weights of the round's sum."""
         found, scales = self._first_sum.read(replies.values()), self._first_sum.scales
-        totals = {name: float(torch.from_numpy(total).norm()) * scales[name] for name, total in found.items()}
+        totals = {name: float(length[0]) * scales[name] for name, length in found.items()}
         self._weigh(self._seen._replace(totals=totals))
 
     def _weigh(self, seen: Seen) -> None:
@@ -355,6 +355,10 @@ class MaskedRound:
             raise WaffleError(
                 f"min_contributors: expected at most {effective(given):.2f}, the effective number of agents in round "
                 f"{self.at.round}, got {max(self._opened.floors):g}"
+            )
+        if not self._for_alice and sum(map(bool, allowed)) == 1:
+            raise WaffleError(
+                f"round {self.at.round}: expected updates of at least 2 agents, got one: the sum would be its update"
             )
         excluded = any(w != 0 and a == 0 for w, a in zip(given, allowed, strict=True))
         return weights.new_tensor(allowed) if excluded else weights

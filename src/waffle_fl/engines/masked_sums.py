@@ -22,7 +22,7 @@ class MaskedSum:
     """One sum of a round. `parts` gives the length and the unit of each of its parts."""
 
     def __init__(self, group: Sequence[int], at: RoundId, parts: Mapping[str, tuple[int, float]], first: bool) -> None:
-        self.hub, self.at, self.first = MaskingServer(group, at, parts), at, first
+        self.hub, self.at, self.first = MaskingServer(group, at, parts, rotated=first), at, first
         self.announced = Announcement({})
         self._deliveries: Mapping[int, Delivery] = {}
         self._arrived: tuple[int, ...] = ()
@@ -37,9 +37,7 @@ class MaskedSum:
         tables = {name: table.tolist() for name, table in weights.items()}
         self.announced = self.hub.announce({name: {i: table[i] for i in opened} for name, table in tables.items()})
         asked = [i for i in opened if i in self.announced.contributors or not delivered]
-        return {
-            i: SumRequest(self.announced, () if delivered else (self._deliveries[i],), self.first) for i in asked
-        }
+        return {i: SumRequest(self.announced, () if delivered else (self._deliveries[i],), self.first) for i in asked}
 
     def close(self, replies: Mapping[int, Any], floors: Sequence[float]) -> UnmaskRequest:
         """Return the request for the shares that unmask the sum of what has arrived."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy import contributors, exact_product, ring, shamir, sketch
+from waffle_fl.privacy import contributors, exact_product, ring, rotation, shamir, sketch
 from waffle_fl.privacy.masks import KEY_BYTES, derive, pair_mask, seal_seeds, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
@@ -31,7 +31,7 @@ from waffle_fl.privacy.messages import (
     RoundId,
     transcript_of,
 )
-from waffle_fl.privacy.ring import LongWords, Numbers, Words
+from waffle_fl.privacy.ring import LongWords, Numbers, Residues, Words
 
 NONCE_BYTES = 12
 
@@ -101,7 +101,7 @@ class MaskingAgent:
             except InvalidTag:
                 continue
 
-    def sketch(self, partner: int, numbers: Numbers, unit: float, alice: int, purpose: str = "weights") -> MaskedSketch:
+    def sketch(self, partner: int, numbers: Numbers, unit: float, alice: int, purpose: str = "dy") -> MaskedSketch:
         """Return the masked sketch of an update for one partner. Two agents that both act as Alice use other masks."""
         self._take(f"sketch {purpose} for {partner}")
         _check_length(numbers, unit)
@@ -165,12 +165,32 @@ class MaskingAgent:
             self._weighted(parts[name], announced.weights[name].get(self.agent, 0.0)) for name in announced.weights
         ]
         total = np.concatenate([*words, np.zeros(CHECK_WORDS, dtype=np.uint32)])
+        return MaskedSums(self.agent, total + self._masks(announced, len(total), None))
+
+    def contribute_rotated(self, announced: Announcement, parts: Mapping[str, Numbered], alice: int) -> MaskedSums:
+        """Return the same, rotated by a secret of Alice that all agents have: only the lengths of sums can be read."""
+        self.accept(announced)
+        residues = [
+            rotation.rotated(
+                announced.weights[name].get(self.agent, 0.0) * parts[name].numbers,
+                parts[name].unit,
+                self.common_secret(alice, f"rotation of {name}"),
+            )
+            for name in announced.weights
+        ]
+        moduli = rotation.moduli_of_sum([len(parts[name].numbers) for name in announced.weights])
+        total = np.concatenate([*residues, np.zeros(CHECK_WORDS, dtype=np.int64)])
+        total = (total + self._masks(announced, len(total), moduli)) % moduli
+        return MaskedSums(self.agent, total.astype(np.uint32))
+
+    def _masks(self, announced: Announcement, length: int, moduli: Residues | None) -> Any:
+        """Return the sum of all masks of this agent."""
         context = announced.binding(self._transcript)
-        total += self_mask(self._self_secret, context, len(total))
+        total = self_mask(self._self_secret, context, length, moduli)
         for other in announced.contributors:
             if other != self.agent:
-                total += pair_mask(self._seeds[other], self.agent, other, context, len(total))
-        return MaskedSums(self.agent, total)
+                total = total + pair_mask(self._seeds[other], self.agent, other, context, length, moduli)
+        return total
 
     def reveal(self, request: RevealRequest, announced: Announcement) -> Revealed:
         """Return shares for either the self mask or the key of each contributor, never for both.
