@@ -1,4 +1,4 @@
-"""WAFFLE-kin in private rounds: angles by layer, a first sum of which only the length is known, layers of Alice alone."""
+"""WAFFLE-kin in private rounds: angles by layer, a first sum of which only the length is known, own layers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from waffle_fl.privacy.rotation import length_of, moduli_of, moduli_of_sum, rota
 from waffle_fl.randomness import generator
 
 STEP = SGD(0.05)
+KIN = WaffleKin(STEP)
 SIZES = (23, 19, 32, 14, 20, 17)
 
 
@@ -44,7 +45,7 @@ def opposed(exchanged: int = 1) -> Federation:
     return Federation.from_arrays(agents, alice=0, class_names=("a", "b", "c"))
 
 
-def trained(kin: WaffleKin = WaffleKin(STEP), rounds: int = 6, exchanged: int = 1, **options: Any) -> list[Outcome]:
+def trained(kin: WaffleKin = KIN, rounds: int = 6, exchanged: int = 1, **options: Any) -> list[Outcome]:
     return outcomes_of(RunSpec(kin, opposed(exchanged), 1), shared_model(), rounds, **options)
 
 

@@ -152,7 +152,7 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_a_sum_of_one_update_is_not_read(method: str) -> None:
-    """A run in which only one agent's update is left stops; SCAFFOLD's control variates of the others do not hide it."""
+    """A run in which only one agent's update is left stops, also if the others send control variates."""
 
     def tamper(up: Any, r: int) -> Any:
         up.dy[1:] *= -1

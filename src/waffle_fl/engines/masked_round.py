@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Round
-from waffle_fl.algorithms.contract import Angles, Seen, Weights, one_hot, row_of
+from waffle_fl.algorithms.contract import Seen, Weights, row_of
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.masked_guard import screened
 from waffle_fl.engines.masked_parts import FIRST, GUARD, MessageSizes, is_well_formed, rotated_size, unit_of
-from waffle_fl.engines.masked_sums import MaskedSum, largest_floor
+from waffle_fl.engines.masked_sums import MaskedSum
+from waffle_fl.engines.masked_weights import angles_of, may_be_summed, overall, respected, respected_by_layer
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
 from waffle_fl.privacy import ring
-from waffle_fl.privacy.contributors import effective, respect_floors
+from waffle_fl.privacy.contributors import effective
 from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.messages import Delivery, RoundId
 from waffle_fl.privacy.phases import (
@@ -58,6 +59,7 @@ class Opened(NamedTuple):
     pulls: Weights  # of control variates
     measured: Tensor  # (N, L): of what is compared, if directions are
     floors: Sequence[float]  # of all agents: their smallest effective number of contributors
+    seen: Seen  # what the method learns of the updates
 
 
 class RoundWeights(NamedTuple):
@@ -96,9 +98,8 @@ class MaskedRound:
         now = Round(at.round, settings.rounds, known.alice, asked, asked, *facts)
         self._admitted = Present(now, torch.where(known.asked, torch.full_like(known.samples, OK), NOT_ASKED))
         rows = self._zeros[:, None].expand(-1, len(sizes.compared))
-        self._opened = Opened([], {}, self._zeros, self._zeros, rows, floors)
+        self._opened = Opened([], {}, self._zeros, self._zeros, rows, floors, Seen(self._zeros))
         self._sketches: Mapping[int, SketchReply] = {}  # of the phase `deal`
-        self._seen = Seen(self._zeros)
         self._decided = RoundWeights({"dy": self._zeros}, server, {})
         self.sums: Mapping[str, Tensor] = {}
         self.uploaded = 0
@@ -173,14 +174,9 @@ class MaskedRound:
         decided = self._decided
         numbers = [effective(table.tolist()) for table in decided.weights.values() if table.any()]
         facts = {"contributors": min(numbers, default=0.0), "uploaded": float(self.uploaded)}
-        weights = self._overall() if self._by_layer else decided.weights["dy"]
+        layers = decided.weights, self._sizes.compared, self._known.alice, len(self._zeros)
+        weights = overall(*layers) if self._by_layer else decided.weights["dy"]
         return decided.server, *self._admitted, {**decided.info, "weights": weights, **facts}
-
-    def _overall(self) -> Weights:
-        """Return the mean of the weights in all layers, by size; what is not summed is Alice's."""
-        counts, alice_only = self._sizes.compared, one_hot(self._known.alice, len(self._zeros))
-        tables = [count * self._decided.weights.get(name, alice_only) for name, count in counts.items()]
-        return torch.stack(tables).sum(dim=0) / sum(counts.values())
 
     def _open(self, replies: Mapping[int, Any]) -> None:
         lengths, pulls, floors = self._zeros, self._zeros, list(self._opened.floors)
@@ -199,7 +195,7 @@ class MaskedRound:
         deliveries = self._sum.open(replies[i].openings[0] for i in opened)
         if self._sizes.first:
             self._first_sum.open(replies[i].openings[1] for i in opened)
-        self._opened = Opened(opened, deliveries, lengths, pulls, measured, floors)
+        self._opened = Opened(opened, deliveries, lengths, pulls, measured, floors, Seen(self._zeros))
         if not self._purposes:
             self._weigh(Seen(self._zeros))
             return
@@ -242,14 +238,15 @@ class MaskedRound:
             self._admitted = Present(now, codes)
         compared = [found[name] for name in self._sizes.compared]
         if self._sizes.directions:
-            self._seen = Seen(self._zeros, angles=self._angles(compared))
+            seen = Seen(self._zeros, angles=angles_of(compared, self._opened.measured, self._known.alice))
         else:
             reads = getattr(self.algorithm, "reads_length", False)
             length = row_of(self._opened.lengths, self._known.alice) if reads else None
-            self._seen = Seen(compared[0] if compared else self._zeros, length)
+            seen = Seen(compared[0] if compared else self._zeros, length)
+        self._opened = self._opened._replace(seen=seen)
         weights = self._first_weights()
         if not weights:
-            self._weigh(self._seen)
+            self._weigh(seen)
             return
         self.phase, self._requests = "first", self._first_sum.requests(weights, self._opened.agents, delivered=False)
 
@@ -268,34 +265,24 @@ class MaskedRound:
                 self._note(i, ABSENT)
         return self._zeros.new_tensor([distances.get(i, 0.0) for i in range(len(self._zeros))])
 
-    def _angles(self, distances: Sequence[Weights]) -> Angles:
-        """Return the cosines of directions at these distances, and the lengths that the agents report."""
-        lengths = self._opened.measured
-        cosines = (1 - torch.stack(list(distances), dim=1) ** 2 / 2).clamp(-1, 1)
-        return Angles(torch.where((lengths > 0) & (row_of(lengths, self._known.alice) > 0), cosines, 0.0), lengths)
-
     def _first_weights(self) -> dict[str, Weights]:
         """Return the weights in the sum before the round's sum, of the parts whose contributors' floors are reached."""
         if not self._sizes.first:
             return {}
-        wanted = self.algorithm.first_weights(self.server, self._seen, self._admitted.now)
-        return {name: table for name, table in wanted.items() if self._may_sum(table)}
-
-    def _may_sum(self, weights: Weights) -> bool:
-        table = dict(enumerate(weights.tolist()))
-        several = sum(weight > 0 for weight in table.values()) > 1
-        return several and effective([*table.values()]) >= largest_floor(table, self._opened.floors)
+        wanted = self.algorithm.first_weights(self.server, self._opened.seen, self._admitted.now)
+        return {name: table for name, table in wanted.items() if may_be_summed(table, self._opened.floors)}
 
     def _measure(self, replies: Mapping[int, Any]) -> None:
         """Read the lengths of the first sum, and compute the weights of the round's sum."""
         found, scales = self._first_sum.read(replies.values()), self._first_sum.scales
         totals = {name: float(length[0]) * scales[name] for name, length in found.items()}
-        self._weigh(self._seen._replace(totals=totals))
+        self._weigh(self._opened.seen._replace(totals=totals))
 
     def _weigh(self, seen: Seen) -> None:
         """Compute the weights, and announce them unless Alice holds all weight."""
         server, given, info = self.algorithm.weigh(self.server, seen, self._admitted.now)
-        weights = self._respected(given)
+        floors, alice = self._opened.floors, self._alice if self._for_alice else None
+        weights = (respected_by_layer if self._by_layer else respected)(given, floors, alice, self.at.round)
         self._decided = RoundWeights(weights, server, info._asdict())
         if not weights:
             self.phase, self._requests = "done", {}
@@ -338,30 +325,6 @@ class MaskedRound:
             left = {name: table * arrived for name, table in self._decided.weights.items()}
             self._decided = self._decided._replace(weights={name: one / one.sum() for name, one in left.items()})
         self.phase, self._requests = "done", {}
-
-    def _respected(self, weights: Mapping[str, Weights]) -> Mapping[str, Weights]:
-        """Return the weights without agents whose floor is not reached; of layers only those with several agents."""
-        if self._by_layer:
-            allowed = {name: self._allowed(table) for name, table in weights.items()}
-            return {name: table for name, table in allowed.items() if int((table > 0).sum()) > 1}
-        table = self._allowed(weights["dy"])
-        return weights if table is weights["dy"] else dict.fromkeys(weights, table)
-
-    def _allowed(self, weights: Weights) -> Weights:
-        """Return the weights in one part without agents whose floor is not reached."""
-        given = weights.tolist()
-        allowed = respect_floors(given, self._opened.floors, self._alice if self._for_alice else None)
-        if any(given) and not any(allowed):
-            raise WaffleError(
-                f"min_contributors: expected at most {effective(given):.2f}, the effective number of agents in round "
-                f"{self.at.round}, got {max(self._opened.floors):g}"
-            )
-        if not self._for_alice and sum(map(bool, allowed)) == 1:
-            raise WaffleError(
-                f"round {self.at.round}: expected updates of at least 2 agents, got one: the sum would be its update"
-            )
-        excluded = any(w != 0 and a == 0 for w, a in zip(given, allowed, strict=True))
-        return weights.new_tensor(allowed) if excluded else weights
 
     def _alone_already(self) -> bool:
         """Whether Alice holds all weight, even if all updates were equal to hers: then none is needed."""
