@@ -72,7 +72,7 @@ def test_agents_that_oppose_alice(kin: WaffleKin, exchanged: int) -> None:
 
 
 def test_the_server_stores_no_agent_s_model() -> None:
-    """What the agents keep stays with them, and a layer that Alice shares with nobody is not known to the server."""
+    """What the agents keep stays with them, and a layer that Alice shares with no agent is not known to the server."""
     kin = WaffleKin(STEP, head_layers=2)
     clear, masked = (trained(kin, privacy=privacy)[-1] for privacy in ("off", "masked"))
     first = trained(kin, rounds=1, privacy="masked")[-1]

@@ -177,7 +177,7 @@ class WaffleKin:
         return self._weigh(server, s, t.clamp(-1, 1), row_of(length, now.alice), now)
 
     def combine(self, server: Server, sums: Mapping[str, Vector], now: Round) -> Server:
-        """Return the state with the new model; a layer that was not summed is nobody's but each agent's own."""
+        """Return the state with the new model; of a layer that was not summed each agent keeps its own."""
         parts = zip(self._names, torch.split(server.x, list(self.cut.sizes)), strict=True)
         x = torch.cat([sums[name] if name in sums else part.double() for name, part in parts])
         summed = torch.tensor([name in sums for name in self._names], device=x.device)
