@@ -79,7 +79,8 @@ class UpdateReader:
         summed = self._summed(_numbers(algorithm.summed_rows(*trained)), ident, r, attempt)
         rows = _numbers(algorithm.compared_rows(*trained))
         key, unit = count_sketch_key(self.seed, r, attempt), unit_of(algorithm, "dy", r)
-        first, measured = {}, ()
+        first: dict[str, Numbered] = {}
+        measured: tuple[float, ...] = ()
         if hasattr(algorithm, "first_weights"):
             most = rotated_size(self.settings)
             first = {name: Numbered(sketch.compress(row, most, key), unit) for name, row in rows.items()}
