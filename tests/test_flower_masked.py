@@ -304,9 +304,9 @@ def test_a_site_that_lies_about_its_mask_is_noticed(folder: Path, tmp_path: Path
     ("phase", "payload"),
     [
         ("open", b"no message"),
-        ("open", written(OpenReply(0, 0.0, 0.0, 1.0, ()))),
-        ("open", written(OpenReply(77, 0.0, 0.0, 1.0, ()))),
-        ("compare", written(SketchReply({"weights": ()}))),
+        ("open", written(OpenReply(0, 0.0, 0.0, 1.0, (), ()))),
+        ("open", written(OpenReply(77, 0.0, 0.0, 1.0, (), ()))),
+        ("compare", written(SketchReply({"dy": ()}))),
         ("sum", written(SumReply((MaskedSums(3, np.zeros(7, np.uint32)),)))),
         ("sum", written(SumReply((MaskedSums(1, np.zeros(7, np.uint32)),)))),
         ("reveal", written(Revealed(3, {0: b"short"}, {}))),
@@ -340,7 +340,7 @@ def test_a_server_that_lies_about_the_weights_reads_nothing(folder: Path, tmp_pa
     tables = {
         part: {i: 1 - 1e-6 if i == 1 else 1e-7 for i in table} for part, table in honest.announced.weights.items()
     }
-    lie = SumRequest(dataclasses.replace(honest.announced, weights=tables), ())
+    lie = SumRequest(dataclasses.replace(honest.announced, weights=tables), (), False)
     site, session = Site(folder / "sites" / "b"), opened.fields["tasks"][0]["session"]
 
     def answer(request: Message, session: int, payload: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.private_rounds import KINDS, table_of
 
 from conftest import make_federation, outcomes_of, refusal, shared_model
-from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WeightErosion, simulate
+from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WaffleKin, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
 from waffle_fl.config import check_run
@@ -34,6 +34,9 @@ METHODS = {
     "decay and momentum": Waffle(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
     "averaged": Scaffold(replace(STEP, averaging=0.5)),
     "adam": FedAvg(Adam(0.01)),
+    "waffle-kin": WaffleKin(STEP),
+    "waffle-kin, yielding": WaffleKin(STEP, yielding=3.0, head_layers=2),
+    "waffle-kin, decay": WaffleKin(SGD(0.05, lr_decay=0.9)),
 }
 
 
@@ -137,7 +140,7 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
         up.dy[3] *= 30
         return up
 
-    spec = spec_of(METHODS[method], tamper=tamper)
+    spec = RunSpec(METHODS[method], make_federation((*SIZES, 21, 18)), 1, tamper=tamper)
     for outcome in outcomes_of(spec, shared_model(), rounds=2, guard="standard", privacy="masked"):
         assert {"agent 1", "agent 2", "agent 3"} <= outcome.measured["screened"].keys()
         assert [outcome.measured["weights"][i] for i in (1, 2, 3)] == [0, 0, 0]
@@ -145,6 +148,19 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
     masked = trained(METHODS[method], guard="standard")
     reasons = [{k: v for k, v in o.measured.get("screened", {}).items() if v != "clipped"} for o in honest]
     assert all(a.items() <= o.measured.get("screened", {}).items() for a, o in zip(reasons, masked, strict=True))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_sum_of_one_update_is_not_read(method: str) -> None:
+    """A run in which only one agent's update is left stops, also if the others send control variates."""
+
+    def tamper(up: Any, r: int) -> Any:
+        up.dy[1:] *= -1
+        return up
+
+    options: dict[str, Any] = {"privacy": "masked", "guard": "standard"}
+    text = refusal(outcomes_of, spec_of(METHODS[method], tamper=tamper), shared_model(), **options)
+    assert "the sum would be its update" in text
 
 
 def test_an_update_that_cannot_be_used_is_left_out() -> None:

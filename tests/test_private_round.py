@@ -204,7 +204,7 @@ def test_a_server_with_one_of_a_pair_reads_the_other_s_count_sketch_alone(hers: 
         one = PrivateRound(AGENTS)
         one.open(count)
         sent.append(ring.unpacked(one.sides[me].sketch(other, compress(update, size, key), 1.0, ALICE).content))
-    secret = derive(secrets_of("test", AGENTS)[other][me], f"sketch weights for {ALICE}", one.sides[me]._transcript)
+    secret = derive(secrets_of("test", AGENTS)[other][me], f"sketch dy for {ALICE}", one.sides[me]._transcript)
     masks = words_of_sketch(np.zeros(size), 1.0, secret, hers)  # both of a pair can remove them
     read = [((words - masks)[:-1] << np.uint64(16)).view(np.int64) / 2.0**31 for words in sent]
     assert np.abs(read[0] - read[1]).max() <= 2.0**-14

@@ -28,7 +28,7 @@ from waffle_fl.deploy.policy import Policy, Refused
 from waffle_fl.deploy.site_store import PRIVATE, Ledger
 from waffle_fl.engines.flower.masked_messages import FirstRequest, SessionTerms
 from waffle_fl.engines.flower.messages import Request
-from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
+from waffle_fl.engines.masked_agent import UpdateReader, round_agent
 from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
@@ -128,13 +128,14 @@ class MaskedSite:
         return self._answer(kept, one)
 
     def _summed(self, kept: KeptSession, request: PhaseRequest, content: bytes) -> dict[str, str]:
-        """Return the ledger's entry for a reply with which a sum can be read; refuse a second sum of one update.
+        """Return the ledger's entry for a reply with which a sum can be read; refuse a second one of a kind.
 
         Each sum has other weights, so from as many sums as agents a server could compute every update.
         """
         if not isinstance(request, UnmaskRequest | AloneRequest):
             return {}
-        entry = {"of": kept.update, "sum": hashlib.sha256(type(request).__name__.encode() + content).hexdigest()}
+        of = f"{kept.update} first" if isinstance(request, UnmaskRequest) and request.first else kept.update
+        entry = {"of": of, "sum": hashlib.sha256(type(request).__name__.encode() + content).hexdigest()}
         before = (line["read"] for line in self.ledger.lines() if "read" in line)
         if any(one["of"] == entry["of"] and one["sum"] != entry["sum"] for one in before):
             raise ReadBefore("this site has already helped to read another sum of the same updates")
@@ -153,9 +154,13 @@ class MaskedSite:
         at = RoundId(f"{self.run}/{self.label}", kept.round, kept.attempt, kept.session, kept.told)
         floor = max(self.policy.min_contributors, self.settings.min_contributors)
         shared = self._secrets(kept.terms)
+
+        def side_at(at: RoundId) -> MaskingAgent:
+            draw = entropy_of(kept.seed + at.part.encode())
+            return MaskingAgent(self.agent, kept.terms.group, at, shared, floor, draw)
+
         try:
-            side = MaskingAgent(self.agent, kept.terms.group, at, shared, floor, entropy_of(kept.seed))
-            agent = RoundAgent(numbers, side, kept.terms.alice)
+            agent = round_agent(self.algorithm, numbers, at, kept.terms.alice, side_at)
             for earlier in kept.answered[:place]:
                 agent.recall(self._request(earlier))
             reply = written(agent.answer(request))

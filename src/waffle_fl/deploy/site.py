@@ -346,7 +346,9 @@ class RequestHandler:
     def _begin(self, first: FirstRequest, down: Any, agents: Any) -> bytes:
         """Train, and return the reply to the first phase of a private round."""
         question, model = self.questions["update"], self._data_and_model[1]
-        told = digest_of_told(self.config.to_json(), self.fields["known"], model.fingerprint(), down)
+        told = digest_of_told(
+            self.config.to_json(), self.fields["known"], model.fingerprint(), self.masked.algorithm, down
+        )
         reply, self.read = self.masked.begin(
             self.task, first, question, told, lambda: (down, agents, self._trained(down, agents))
         )
