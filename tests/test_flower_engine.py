@@ -178,6 +178,36 @@ def test_a_model_computed_by_the_server_needs_no_permission(method: str, folder:
     assert bits(tmp_path / "run")[0] == bits(run_simulation(config(method), tmp_path / "reference"))[0]
 
 
+def mixture() -> RunConfig:
+    return check_run("waffle-kin", dict(vars(config(validation=0.3).settings)), {"prediction": "mixture"})
+
+
+def test_a_mixture_gives_the_simulator_s_bits(folder: Path, tmp_path: Path) -> None:
+    """Alice's site weighs the parts by its own validation data, and its metrics are those of the mixture."""
+    run_job(folder, mixture(), tmp_path / "run")
+    model, rounds, result = bits(tmp_path / "run")
+    reference = bits(run_simulation(mixture(), tmp_path / "reference"))
+    assert (model, rounds) == reference[:2]
+    assert result["metrics"] == reference[2]["metrics"]
+
+
+def test_a_site_that_lost_its_state_starts_its_own_model_anew(folder: Path, tmp_path: Path) -> None:
+    """The server restores what it has, and the record says that the model trained alone starts anew."""
+    seen: list[int] = []
+
+    def lose(name: str, request: Message, reply: Message) -> Message:
+        if request.fields.get("tasks", [{}])[0].get("round") == 2 and name == "b" and not seen:
+            seen.append(1)
+            shutil.rmtree(folder / "sites" / "b" / "state")
+        return reply
+
+    run_job(folder, mixture(), tmp_path / "run", Grid(folder, lose))
+    model, rounds, _ = bits(tmp_path / "run")
+    (note,) = [text for line in rounds for _, text in line.get("refused", ())]
+    assert "its model trained alone starts anew" in note
+    assert model == bits(run_simulation(mixture(), tmp_path / "reference"))[0]
+
+
 @pytest.mark.parametrize("losers", [("a", "b"), ("b",)])
 @pytest.mark.parametrize("method", ["scaffold", "waffle", "waffle-kin", "ifca"])
 def test_f4_a_lost_state_is_restored(method: str, losers: tuple[str, ...], folder: Path, tmp_path: Path) -> None:

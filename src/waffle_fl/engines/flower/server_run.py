@@ -17,6 +17,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.algorithms.averaged_models import AVERAGED
+from waffle_fl.algorithms.mixture import ALONE
 from waffle_fl.algorithms.kept_momentum import VELOCITY
 from waffle_fl.engines.aggregation import Registered, aggregate, participants_of, screened_of
 from waffle_fl.engines.arithmetic import one_thread, products
@@ -314,7 +315,7 @@ class ServerRun:
     def _copies(self, start: Any) -> Any:
         """The agents' states, or None if the server has no copy of them.
 
-        Velocities and averages are those of `start`: the server has none, and an agent can start them anew.
+        Velocities, averages and models trained alone are those of `start`: an agent can start them anew.
         """
         fields, server = type(self._agents)._fields, self.latest.server
         if not all(hasattr(server, name) or _restartable(name) for name in fields):
@@ -335,6 +336,7 @@ class ServerRun:
             fields = self._agents._fields
             more = "; its momentum starts at zero" if any(name.endswith(VELOCITY) for name in fields) else ""
             more += "; its average starts anew" if any(name.startswith(AVERAGED) for name in fields) else ""
+            more += "; its model trained alone starts anew" if any(name.startswith(ALONE) for name in fields) else ""
             self.notes.append((agent, f"lost its state of round {round_}; the server restored it{more}"))
         elif agent == self.plan.alice:
             self.stuck = (
@@ -347,7 +349,7 @@ class ServerRun:
 
 def _restartable(name: str) -> bool:
     """Whether a field of an agent's state can start anew if the agent has lost it."""
-    return name.endswith(VELOCITY) or name.startswith(AVERAGED)
+    return name.endswith(VELOCITY) or name.startswith((AVERAGED, ALONE))
 
 
 def tensors_of(state: RunState) -> dict[str, Tensor]:
