@@ -17,8 +17,8 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
 from waffle_fl.algorithms.averaged_models import AVERAGED
-from waffle_fl.algorithms.mixture import ALONE
 from waffle_fl.algorithms.kept_momentum import VELOCITY
+from waffle_fl.algorithms.mixture import ALONE
 from waffle_fl.engines.aggregation import Registered, aggregate, participants_of, screened_of
 from waffle_fl.engines.arithmetic import one_thread, products
 from waffle_fl.engines.flower.messages import OVERHEAD, SCORES, Request, Version
