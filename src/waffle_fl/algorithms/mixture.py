@@ -146,7 +146,7 @@ class PredictionMixture(Wrapper):
     def step(self, local: State, grad: Grad) -> State:
         names = ("average", "alone") if self.alone else ("average",)
         nets = [Net(getattr(local, name), getattr(local, f"{name}_stats")) for name in names]
-        new = {}
+        new: dict[str, Tensor] = {}
         for name, net, (g, stats) in zip(names, nets, gradients(grad, *nets), strict=True):
             velocity = getattr(local, f"{name}_velocity")
             params, velocity = self.sgd.step(net.params, velocity, g, clip=self.clip)
@@ -180,7 +180,7 @@ class PredictionMixture(Wrapper):
 
     def _fields(self, nets: dict[str, Net]) -> dict[str, Tensor]:
         """Return the fields of local training for these models."""
-        fields = {}
+        fields: dict[str, Tensor] = {}
         for name, (params, stats) in nets.items():
             velocity = self.sgd.zero_velocity(params)
             fields |= {name: params, f"{name}_stats": stats, f"{name}_velocity": velocity}
