@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.mixture_page import page
 from benchmarks.one_waffle import PAGE, RECORD, Rule, rules, tables, with_pseudo_test
 
 import test_contract
@@ -300,6 +301,12 @@ def test_the_study_has_the_tables_of_its_record() -> None:
     text = (Path(__file__).parent.parent / PAGE).read_text()
     record = read_lines(Path(__file__).parent.parent / RECORD)
     assert f"<!-- study: one-waffle -->\n{tables(record)}\n<!-- end of study: one-waffle -->" in text
+
+
+def test_the_page_compares_what_the_records_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    assert f"<!-- tournament: mixture -->\n{page()}\n<!-- end of tournament: mixture -->" in (root / PAGE).read_text()
 
 
 def test_the_study_reads_no_test_row() -> None:
