@@ -142,6 +142,30 @@ def test_exact_distances_need_both_words() -> None:
     assert "once" in refusal(one.sides[2].deal, 1, ALICE, 3000)
 
 
+def test_a_lying_server_gets_no_inner_product_of_its_choice() -> None:
+    """Agents refuse a dealer that the server has chosen, a vector that their partner has not sent, and another role."""
+    rows, one = rows_of(AGENTS, 30), PrivateRound(AGENTS)
+    one.open(30)
+    dealer = dealer_for(1, ALICE, range(AGENTS))
+    for other in (ALICE, 1, 7):
+        step = PrivateRound(AGENTS)
+        step.open(30)
+        assert "expected another dealer" in refusal(step.sides[1].mask_vector, ALICE, rows[1], 1.0, other, False)
+        assert "expected another dealer" in refusal(step.sides[ALICE].mask_vector, 1, rows[0], 1.0, other, True)
+    assert "expected another dealer" in refusal(one.sides[5].deal, 1, ALICE, 30)
+    dealt = one.sides[dealer].deal(1, ALICE, 30)
+    to_alice = one.sides[1].mask_vector(ALICE, rows[1], 1.0, dealer, hers=False)
+    to_agent = one.sides[ALICE].mask_vector(1, rows[ALICE], 1.0, dealer, hers=True)
+    chosen = dataclasses.replace(to_agent, words=to_agent.words + np.uint64(1))
+    assert "has sent" in refusal(one.sides[1].product_word, chosen, dealt)
+    assert "has sent" in refusal(one.sides[ALICE].product_word, dataclasses.replace(to_alice, tag=b""), None)
+    two = PrivateRound(AGENTS)
+    two.open(30)
+    two.sides[1].mask_vector(ALICE, rows[1], 1.0, dealer, hers=False)
+    to_agent = two.sides[ALICE].mask_vector(1, rows[ALICE], 1.0, dealer, hers=True)
+    assert "unless this agent is Alice" in refusal(two.sides[1].product_word, to_agent, None)
+
+
 def test_two_agents_that_both_act_as_alice_use_other_masks() -> None:
     """A server that names each of two agents Alice towards itself cannot subtract their updates."""
     one, row = PrivateRound(AGENTS), rows_of(1, 4000)[0]

@@ -100,10 +100,11 @@ class MaskedVector:
     agent: int
     partner: int
     words: LongWords
+    tag: bytes  # HMAC with a key of the two: an inner product with a vector of the server would show a number of x
 
     @property
     def size(self) -> int:
-        return self.words.nbytes
+        return self.words.nbytes + len(self.tag)
 
 
 @dataclass(frozen=True)
