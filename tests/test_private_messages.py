@@ -47,7 +47,11 @@ def messages() -> list[Any]:
     announced = one.contribute(rows, dict.fromkeys(range(4), 0.25))
     one.unmask(announced)
     words = np.arange(LENGTH, dtype=np.uint64)
-    vector, dealt, product = MaskedVector(1, 0, words, bytes(32)), DealerWord(2, 1, words[:1]), ProductWord(1, 0, words[:1])
+    vector, dealt, product = (
+        MaskedVector(1, 0, words, bytes(32)),
+        DealerWord(2, 1, words[:1]),
+        ProductWord(1, 0, words[:1]),
+    )
     compare = CompareRequest(delivery, (0,), ("dy",))
     sketches = SketchReply({"dy": (sketch,)})
     return [
