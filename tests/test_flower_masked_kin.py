@@ -234,6 +234,6 @@ def test_the_model_that_is_trained_is_examined(folder: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(site, "exposed_shares", keep)
     monkeypatch.setattr(RowTraining, "round", start)
-    run_job(folder, config(3, {"head_layers": 1, "yielding": 2.0}, privacy="off"), tmp_path / "run")
+    run_job(folder, config(3, {"head_layers": 1, "averaging": 1.0}, privacy="off"), tmp_path / "run")
     assert len(set(trained)) > 3  # the sites start from different models
     assert set(trained) <= set(seen)
