@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import struct
 import typing
 from collections.abc import Collection
 
@@ -361,6 +362,20 @@ def test_a_delivery_without_the_own_salt_is_refused() -> None:
     hub = server.MaskingServer(range(AGENTS), one.at, {"dy": (LENGTH, 1.0)})
     deliveries = hub.deliver([*openings[:-1], PrivateRound(AGENTS, seed=9).sides[-1].open()])
     assert "own salt" in refusal(one.sides[-1].receive, deliveries[AGENTS - 1])
+
+
+def test_other_views_of_a_round_have_other_digests() -> None:
+    """Neither salts nor weights that are cut in another way give the same digest."""
+    one = PrivateRound(AGENTS)
+    openings = [side.open() for side in one.sides]
+    (delivery, *_) = server.MaskingServer(range(AGENTS), one.at, {"dy": (1, 1.0)}).deliver(openings).values()
+    joined = delivery.salts[8] + struct.pack("<q", 9) + delivery.salts[9]
+    salts = {i: salt for i, salt in delivery.salts.items() if i < 8} | {8: joined}
+    assert transcript_of(one.at, range(AGENTS), salts) == transcript_of(one.at, range(AGENTS), delivery.salts)
+    assert "own salt" in refusal(one.sides[0].receive, messages.Delivery(salts, {}))
+    entry = struct.pack("<qd", 2, 0.0).decode()
+    tables = {"dy": {1: 0.5, 2: 0.0}}, {"dy": {1: 0.5}, entry: {}}
+    assert len({Announcement(table).binding(b"") for table in tables}) == 2
 
 
 def test_the_server_holds_no_keys() -> None:

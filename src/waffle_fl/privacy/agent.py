@@ -100,7 +100,8 @@ class MaskingAgent:
     def receive(self, delivery: Delivery) -> None:
         """Keep the shares of the other agents. A share that cannot be read is not kept."""
         self._take("receive")
-        if delivery.salts.get(self.agent) != self._salt or not set(delivery.salts) <= set(self.group):
+        own = delivery.salts.get(self.agent) == self._salt and set(delivery.salts) <= set(self.group)
+        if not own or any(len(salt) != SALT_BYTES for salt in delivery.salts.values()):
             raise WaffleError("expected this agent's own salt among those of its group, got another: refuse the round")
         if len(delivery.salts) < shamir.threshold_for(len(self.group)):
             raise WaffleError(f"expected more agents in the round, got {len(delivery.salts)} of {len(self.group)}")
