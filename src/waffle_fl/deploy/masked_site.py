@@ -108,7 +108,7 @@ class MaskedSite:
                     "set back, correct it"
                 )
         self._check_alone(start)
-        if self.policy.min_contributors > 1 and getattr(self.algorithm, "sent_to_each", ()):
+        if self.policy.min_contributors > 1 and hasattr(self.algorithm, "sent_to_each"):
             raise Refused(
                 f"this site sends sums of at least {self.policy.min_contributors:g} contributors only "
                 "(min_contributors), which it cannot ensure with this method: the server chooses from which model each "
