@@ -36,7 +36,7 @@ from waffle_fl.engines.flower.messages import Message, packed, unpacked
 from waffle_fl.engines.flower.server_run import initial_run_state
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy.messages import MaskedSums
+from waffle_fl.privacy.messages import DealerWord, MaskedSums
 from waffle_fl.privacy.phases import REPLIES, REQUESTS, OpenReply, Revealed, SketchReply, SumReply, SumRequest
 from waffle_fl.privacy.wire import read, written
 from waffle_fl.randomness import noise
@@ -282,6 +282,22 @@ def test_for_one_update_sites_help_to_read_one_sum(folder: Path, tmp_path: Path)
     assert any("already helped to read another sum" in reason for reason in refused)
     attempts = [r.fields["tasks"][0]["attempt"] for n, r in grid.requests if n == "b" and phase_of(r) == "open"]
     assert attempts == [0, 0, 1]  # other batches, so other updates
+
+
+def test_a_site_deals_for_its_own_pairs_only(folder: Path, tmp_path: Path) -> None:
+    """A site that also sends a dealer's word for another pair does not change the distance of that pair."""
+
+    def lie(name: str, request: Message, reply: Message) -> Message:
+        if name == "d" and phase_of(request) == "deal":
+            one = reply_of(request, reply)
+            (label,) = reply.payloads
+            words = (*one.words, *(DealerWord(3, i, np.ones(1, np.uint64)) for i in (1, 4)))
+            return dataclasses.replace(reply, payloads={label: written(dataclasses.replace(one, words=words))})
+        return reply
+
+    run = RUNS["directions with a dealer"]
+    run_job(folder, run, tmp_path / "run", Grid(folder, lie))
+    assert bits(tmp_path / "run")[0] == simulated(run, tmp_path)[0]
 
 
 def test_a_site_that_lies_about_its_mask_is_noticed(folder: Path, tmp_path: Path) -> None:

@@ -223,7 +223,12 @@ class MaskedRound:
     def _deal(self, replies: Mapping[int, Any]) -> None:
         self._sketches = {i: reply.sketches for i, reply in replies.items()}
         vectors = {(v.agent, v.partner): v for reply in replies.values() for v in reply.vectors}
-        words = {word.agent: word for reply in replies.values() for word in reply.words}
+        words = {
+            word.agent: word
+            for i, reply in replies.items()
+            for word in reply.words
+            if i in self._requests and word.agent in self._requests[i].deals_for  # type: ignore[union-attr]
+        }
         ready = [i for i in self._opened.agents if (i, self._alice) in vectors and (self._alice, i) in vectors]
         ready = [i for i in ready if i in words]
         requests = {i: ProductRequest((vectors[self._alice, i],), (words[i],)) for i in ready}
