@@ -343,6 +343,15 @@ def test_steps_have_an_order() -> None:
     assert "first" in refusal(side.contribute, Announcement({"dy": WEIGHTS}), {})
 
 
+def test_no_sum_follows_the_shares() -> None:
+    """An agent that has revealed shares, as if its own sum had arrived, sends no sum any more."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    one.open(LENGTH)
+    announced = one.server.announce({"dy": WEIGHTS})
+    one.sides[1].reveal(RevealRequest(tuple(WEIGHTS), ()), announced)
+    assert "before that for shares" in refusal(one.sides[1].contribute, announced, {"dy": Numbered(rows[1], 1.0)})
+
+
 def test_each_step_is_taken_once() -> None:
     """An agent answers no second request of a round, which could compare two sums."""
     one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)

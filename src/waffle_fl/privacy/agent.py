@@ -187,6 +187,8 @@ class MaskingAgent:
         self._check_weights(announced)
         if self.agent not in announced.contributors:
             raise WaffleError(f"agent {self.agent} has no weight in this round, so it sends nothing")
+        if "reveal" in self._taken:  # the secrets of the round may be known by now
+            raise WaffleError("expected a request for a sum before that for shares: refuse the round")
         self._check_floor(announced, announced.contributors)
         self._announced = announced
 
