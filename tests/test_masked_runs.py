@@ -235,7 +235,7 @@ def test_digits_with_sketches() -> None:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("method", ["waffle", "weight-erosion", "scaffold", "fedavg"])
+@pytest.mark.parametrize("method", ["waffle", "waffle-kin", "weight-erosion", "scaffold", "fedavg"])
 def test_heart_disease(method: str, published: Path) -> None:
     """On Heart Disease the masked run makes the same predictions as the clear one."""
     options = {"target": "disease", "rounds": 12, "alice": "cleveland"}
