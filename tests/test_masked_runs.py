@@ -234,6 +234,14 @@ def test_digits_with_sketches() -> None:
     assert abs(masked[-1]["accuracy"] - last[0]) <= max(last) - min(last)
 
 
+@pytest.mark.parametrize("split", ["C", "A*"])
+def test_layers_of_digits_with_sketches(split: str) -> None:
+    """WAFFLE-kin's weights from sketches of each layer are within 0.02, and the accuracy is that of the clear run."""
+    clear, masked = (run("waffle-kin", "digits", rounds=4, split=split, privacy=p) for p in ("off", "masked"))
+    assert max(difference(clear, masked)) < 0.02
+    assert masked[-1]["accuracy"] == pytest.approx(clear[-1]["accuracy"], abs=0.01)
+
+
 @pytest.mark.data
 @pytest.mark.parametrize("method", ["waffle", "waffle-kin", "weight-erosion", "scaffold", "fedavg"])
 def test_heart_disease(method: str, published: Path) -> None:
