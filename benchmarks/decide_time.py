@@ -5,8 +5,8 @@
 FOLDER holds one folder per data set, with one folder or file per agent. `photographs-N` are class folders of CIFAR-10
 images, N for each of four agents, which are written first. Every decision starts without earlier runs; runs and page
 are kept in --runs, if it is given. One line per data set goes to the file --out, beside the earlier lines. The load is
-that of the machine before and after; a load before above 0 means that other programs ran. The table of docs/decision.md is
-written from --out.
+that of the machine before and after; a load before above 0 means that other programs ran. The table of
+docs/decision.md is written from --out.
 """
 
 from __future__ import annotations
