@@ -555,3 +555,13 @@ def test_the_table_of_judges_matches_its_record() -> None:
     for r in record:
         start = f"| {r['data']} | {r['agent']} | {', '.join(r['recommended']) or 'none'} | {r['judge']} |"
         assert [row.endswith(f"| {r['verdict']} |") for row in rows if row.startswith(start)] == [True]
+
+
+def test_the_table_of_joint_trainings_is_its_record() -> None:
+    """Every line of results/joint-training.jsonl is a row of docs/decision.md, with its mean over agents and seeds."""
+    root = Path(__file__).parent.parent
+    record = [json.loads(line) for line in (root / "results" / "joint-training.jsonl").read_text().splitlines()]
+    text = (root / "docs" / "decision.md").read_text()
+    for r in record:
+        assert r["mean"] == pytest.approx(fmean(r["by_agent"].values()), abs=0.01)
+        assert f"| {r['training']} | {' | '.join(map(str, r['by_agent'].values()))} | {r['mean']} |" in text
