@@ -48,6 +48,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg, lr 0.01, four averages per epoch": ("fedavg", {"lr": 0.01, "rounds": 4 * ROUNDS, "epochs": 0.25}),
     "FedAvg+FT": ("fedavg-ft", {}),
     "FedAvg+FT, shifts": ("fedavg-ft", SHIFTS),
+    "FedAvg+FT, lr 0.01": ("fedavg-ft", {"lr": 0.01}),
+    "FedAvg+FT, shifts, 40 rounds": ("fedavg-ft", {**SHIFTS, "rounds": 2 * ROUNDS}),
     "WAFFLE, shifts": ("waffle", SHIFTS),
 }
 
