@@ -53,6 +53,12 @@ def joint_options(method: str, rounds: int, options: Mapping[str, Mapping[str, A
     return found
 
 
+def shortened_options(options: Mapping[str, Mapping[str, Any]], cut: int) -> dict[str, dict[str, Any]]:
+    """Return what changes in the options if a training ends `cut` rounds earlier: so many rounds less only tune."""
+    tuning = options.get(TUNED, {}).get("tuning", 0)
+    return {TUNED: {"tuning": max(1, tuning - cut)}} if cut and tuning else {}
+
+
 def measurement_for(
     option: PartnerOption,
     federation: Federation,
