@@ -49,7 +49,7 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
     with ExitStack() as stack:
         runtime = Runtime(device="cpu", workers=2)
         if nodes:
-            os.environ["RAY_worker_niceness"] = "0"  # that of the local engine
+            os.environ.update(RAY_worker_niceness="0")  # that of the local engine
             connection.require_ray()
             head = {"num_cpus": 0, "include_dashboard": False, **free_ports()}
             cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
