@@ -37,7 +37,7 @@ LANES = 16  # float32 lanes of the library's vectors
 BATCH = 16  # smallest batch for which the product pays
 NOTHING = torch.empty(0, device="meta")
 aten = torch.ops.aten
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # whether torch was built with it
 USES_ONEDNN = HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
