@@ -48,7 +48,7 @@ AGENTS = (10, 100, 1000)
 BARS = {
     "lenet5": {
         "plain loop, one thread": 2.5,
-        "plain loop, two processes": 1.0,
+        "plain loop, two processes": 1.7,
         "Flower simulation": 1.0,
         "pfl-research": 1.0,
     },
@@ -251,6 +251,7 @@ def _compared(part: str, turns: list[dict[str, float]], differences: dict[str, f
     return {
         "ms_a_round": {name: round(1000 * took, 3) for name, took in times.items()},
         "times_faster_than": ratios,
+        "bars": {name: BARS[part][name] for name in ratios},
         "smallest_ratio_over_its_bar": round(min(ratio / BARS[part][name] for name, ratio in ratios.items()), 3),
         "difference_after_one_round": differences,
     }
