@@ -5,7 +5,8 @@
 FOLDER holds one folder per data set, with one folder or file per agent. `photographs-N` are class folders of CIFAR-10
 images, N for each of four agents, which are written first. Every decision starts without earlier runs; runs and page
 are kept in --runs, if it is given. One line per data set goes to the file --out, beside the earlier lines. The load is
-that of the machine before and after; a load before above 0 means that other programs ran.
+that of the machine before and after; a load before above 0 means that other programs ran. The table of
+docs/decision.md is written from --out.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.doc_tables import write_between
 from benchmarks.references import write_photographs
 from waffle_fl.cli import decide
 from waffle_fl.experiment import Runtime, all_alices_of
 from waffle_fl.records import read_json
 
-RECORD = Path("results/decide-time.jsonl")
+RECORD, PAGE = Path("results/decide-time.jsonl"), Path("docs/decision.md")
 PHOTOGRAPHS = "photographs-"
 PARTS = {  # functions of cli/decide.py
     "chosen_training": "trials",
@@ -78,6 +80,17 @@ def line_of(folder: Path, name: str, runs: Path) -> dict[str, Any]:
     return {**about, **line, "load": [round(load, 1), round(os.getloadavg()[0], 1)], "cores": os.cpu_count()}
 
 
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the page."""
+    head = "data | agents | images | pixels | trials | trainings | partner values | references | seconds in all"
+    rows = ["| --- " * 9 + "|"]
+    for line in lines:
+        size = " x ".join(map(str, line["sample"][1:]))
+        seconds = " | ".join(f"{line[part]:.0f}" for part in (*PARTS.values(), "seconds"))
+        rows.append(f"| {line['data']} | {line['agents']} | {line['samples']:,} | {size} | {seconds} |")
+    return "\n".join([f"| {head} |", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decide_time", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="name")
@@ -92,6 +105,7 @@ def main() -> None:
             known = given.out.read_text(encoding="utf-8").splitlines() if given.out.exists() else []
             kept = [text for text in known if json.loads(text)["data"] != name]
             given.out.write_text("".join(f"{text}\n" for text in [*kept, json.dumps(line)]), encoding="utf-8")
+    write_between(PAGE, "decide time", table([json.loads(line) for line in given.out.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.doc_tables import write_between
 from waffle_fl.augment import darkest, shift_and_flip
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.measurement import joint_options
@@ -48,6 +48,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg, lr 0.01, four averages per epoch": ("fedavg", {"lr": 0.01, "rounds": 4 * ROUNDS, "epochs": 0.25}),
     "FedAvg+FT": ("fedavg-ft", {}),
     "FedAvg+FT, shifts": ("fedavg-ft", SHIFTS),
+    "FedAvg+FT, lr 0.01": ("fedavg-ft", {"lr": 0.01}),
+    "FedAvg+FT, shifts, 40 rounds": ("fedavg-ft", {**SHIFTS, "rounds": 2 * ROUNDS}),
     "WAFFLE, shifts": ("waffle", SHIFTS),
 }
 
@@ -159,9 +161,7 @@ def main() -> None:
         print(json.dumps(line), flush=True)
         kept = [one for one in read_record() if one["training"] != name]
         RECORD.write_text("".join(f"{json.dumps(one)}\n" for one in [*kept, line]), encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    marked = re.compile(r"(<!-- joint training: \S+ -->\n).*?(<!-- end of joint training -->)", re.DOTALL)
-    PAGE.write_text(marked.sub(lambda m: f"{m[1]}{table(read_record())}\n{m[2]}", text), encoding="utf-8")
+    write_between(PAGE, "joint training", table(read_record()))
 
 
 if __name__ == "__main__":

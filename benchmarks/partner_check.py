@@ -1,8 +1,9 @@
 """Check the recommendations of `waffle decide` by models that share no training code with them.
 
-    python -m benchmarks.partner_check DATA=DECISION ... > results/partner-check.jsonl
+    python -m benchmarks.partner_check DATA=DECISION ...
 
-DATA is a folder of user data and DECISION the folder that `waffle decide DATA --out DECISION` wrote. For each agent, a
+DATA is a folder of user data and DECISION the folder that `waffle decide DATA --out DECISION` wrote. Its lines replace
+those of the same data in results/partner-check.jsonl, and the table of docs/decision.md is written. For each agent, a
 pooled model of every coalition is scored on the agent's rows that are not test rows, by four-fold cross-validation. The
 judges are logistic regression of scikit-learn for tables (repeated five times), and for images a support vector machine
 and a small CNN in plain PyTorch. The rule was written before the first run. A recommendation is
@@ -36,6 +37,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 from torch import Tensor
 
+from benchmarks.doc_tables import write_between
 from benchmarks.references import trained_cnn
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.coalitions import FOLDS, rows_of
@@ -47,6 +49,7 @@ from waffle_fl.records import read_json
 
 Predict: TypeAlias = Callable[[Tensor], NDArray[np.int64]]
 Shares: TypeAlias = NDArray[np.float64]  # per row, how often it is predicted rightly while held out
+RECORD, PAGE = Path("results/partner-check.jsonl"), Path("docs/decision.md")
 REPEATS = {"logistic regression": 5}  # of the cross-validation; other judges once
 
 
@@ -128,18 +131,44 @@ def settings_of(decision: Path, data: str) -> Settings:
     return replace(RunConfig.from_json(config).settings, data=data, alice="all", leave_out=())
 
 
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the page."""
+    head = "data | agent | recommended partners | judge | lead over alone | over all agents | verdict"
+    rows = ["| --- " * 7 + "|"]
+    for line in lines:
+        partners = ", ".join(line["recommended"]) or "none"
+        leads = " | ".join(_shown(*line["lead over"][rival]) for rival in ("alone", "all"))
+        rows.append(
+            f"| {line['data']} | {line['agent']} | {partners} | {line['judge']} | {leads} | {line['verdict']} |"
+        )
+    return "\n".join([f"| {head} |", *rows])
+
+
+def _shown(value: float, error: float) -> str:
+    return "the same" if value == error == 0 else f"{value:+.1f} ± {error:.1f}".replace("-", "−")
+
+
+def read_record() -> list[dict[str, Any]]:
+    return [json.loads(text) for text in RECORD.read_text(encoding="utf-8").splitlines()] if RECORD.exists() else []
+
+
 def main(pairs: Sequence[str]) -> None:
-    """Print one line per judge and agent of every decision."""
+    """Write one line per judge and agent of every decision to the record, and the table of the page."""
     warnings.simplefilter("ignore")
     for data, decision in (pair.split("=") for pair in pairs):
         federation = all_alices_of(settings_of(Path(decision), data), Runtime())
         study = PartnerStudy.from_json(read_json(Path(decision) / "partners.json"))
         judges = ("logistic regression",) if len(federation.shape) == 1 else ("support vector machine", "CNN")
+        made = []
         for judge in judges:
             shares = held_out(judge, federation)
             for name, advice in study.advice.items():
                 line = check(federation.names, federation.names.index(name), advice, shares)
-                print(json.dumps({"data": Path(data).name, "judge": judge, **line}), flush=True)
+                made.append({"data": Path(data).name, "judge": judge, **line})
+                print(json.dumps(made[-1]), flush=True)
+        kept = [line for line in read_record() if line["data"] != Path(data).name]
+        RECORD.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *made]), encoding="utf-8")
+    write_between(PAGE, "partner check", table(read_record()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from waffle_fl.decision.markup import together
 from waffle_fl.decision.page import write_page
 from waffle_fl.decision.partners import Advice, study_partners
 from waffle_fl.decision.recommendation import recommend, recommendations, share_text
-from waffle_fl.decision.study import Decision, Standing, View, decide, group_runs, headline, phases, runs_for
+from waffle_fl.decision.study import ALONE, Decision, Standing, View, decide, group_runs, headline, phases, runs_for
 from waffle_fl.decision.verdict_text import (
     caution,
     difference,
@@ -233,7 +233,7 @@ def test_a_study_of_real_runs(study: Decision) -> None:
 
 def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
     """A decision without runs of Local is refused."""
-    runs = read_runs([study.first.folder.parent])
+    runs = read_runs([study.examples[ALONE].folder.parent])
     with pytest.raises(WaffleError, match="expected runs of local"):
         decide([run for run in runs if run.config.method != "local"])
     odd = replace(runs[0], config=replace(runs[0].config, settings=replace(runs[0].config.settings, lr=0.5)))
@@ -243,7 +243,7 @@ def test_a_study_without_its_baseline_is_refused(study: Decision) -> None:
 
 def test_another_metric_can_decide(study: Decision) -> None:
     """Balanced accuracy can be selected; a metric that the data do not define is refused."""
-    runs = read_runs([study.first.folder.parent])
+    runs = read_runs([study.examples[ALONE].folder.parent])
     other = decide(runs, metric="balanced_accuracy")
     assert other.metric == "balanced_accuracy"
     assert "its balanced accuracy is" in verdict(other.views[0], "waffle", other.metric)
@@ -253,7 +253,7 @@ def test_another_metric_can_decide(study: Decision) -> None:
 
 def test_an_agent_without_a_baseline_is_not_assessed(study: Decision, tmp_path: Path) -> None:
     """An agent whose Local run diverged is not assessed, and the page states the reason."""
-    runs = read_runs([study.first.folder.parent])
+    runs = read_runs([study.examples[ALONE].folder.parent])
     lost = [
         replace(run, result={**run.result, "status": "diverged"})
         if run.config.method == "local" and run.config.settings.alice == "1"
@@ -289,6 +289,8 @@ def test_recommendations_name_the_group(study: Decision) -> None:
     assert advised(("x", "y", "z")) == f"join with all partners. {expected}"
     assert advised(("x", "y", "z"), method="waffle").startswith("join with all partners and WAFFLE. ")
     assert advised(("x",), Interval(0.01, -0.1, 0.1)).endswith("The difference is not clear.")
+    assert "Expected change with FedAvg: −1.0 points" in advised(("x",), Interval(-0.01, -0.1, 0.1))
+    assert advised(("x",), Interval(-0.01, -0.1, 0.1)).endswith("show no gain and do not rule one out.")
     assert "contradict the choice" in advised(("x",), Interval(-0.1, -0.2, -0.05))
     assert advised(("y",), join=False).startswith(
         "stay alone. Expected change in the best group found, FedAvg with y: "
@@ -377,7 +379,7 @@ def test_decide_refuses_in_one_line(tmp_path: Path) -> None:
 
 def test_report_rewrites_the_page(study: Decision, tmp_path: Path) -> None:
     """`waffle report` on the folder of a decision writes its page, also for several Alices."""
-    shown = waffle("report", study.first.folder.parent, "--out", tmp_path / "r")
+    shown = waffle("report", study.examples[ALONE].folder.parent, "--out", tmp_path / "r")
     assert shown.code == 0, shown.err
     assert together(verdict(study.views[0], "waffle", "accuracy")) in (tmp_path / "r" / "decision.html").read_text()
 

@@ -22,6 +22,7 @@ from test_budget import write_images
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision import budget, verdict_text
 from waffle_fl.decision.bootstrap import Interval
+from waffle_fl.decision.measurement import TUNED, shortened_options
 from waffle_fl.decision.references import Reference, fit_reference, fit_references
 from waffle_fl.decision.study import ComparedReference, Standing, View
 from waffle_fl.experiment import Listener, Runtime, all_alices_of, execute
@@ -31,6 +32,7 @@ from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import read_named
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
+    ChosenTraining,
     choose_training,
     given_settings,
     grid_for,
@@ -217,17 +219,32 @@ def test_expensive_augmentation_is_chosen_per_method_and_rounds_end_with_the_las
     monkeypatch.setattr(budget, "TRIALS", 1)
     data = write_images(tmp_path / "images")
     s, folder = Settings(data=str(data), alice="all"), tmp_path / "t"
-    training = choose_training(s, ["local", "fedavg"], {}, (), folder, Runtime(workers=1), Listener())
-    assert (list(training.scores), training.reduced) == (["local", "fedavg"], ())
+    methods, options = ["local", TUNED], {TUNED: {"tuning": 2}}
+    training = choose_training(s, methods, options, (), folder, Runtime(workers=1), Listener())
+    assert (list(training.scores), training.reduced) == (methods, ())
     assert all(len(scores) == 3 for scores in training.scores.values())
     lengths = {
         method: sorted(len(read_rounds(path)) for path in folder.glob(f"*/*{method}*/rounds.jsonl"))
-        for method in ("local", "fedavg")
+        for method in methods
     }
     ended = [3, 3, 6, 6, 6, 6]  # two of three candidates end; two agents
-    assert lengths == {"local": ended, "fedavg": ended}
-    last = max(training.chosen[m]["final_round"] for m in ("local", "fedavg"))
+    assert lengths == {"local": ended, TUNED: ended}
+    last = max(training.chosen[m]["final_round"] for m in methods)
     assert training.rounds == max(3, last)
+    assert training.options == shortened_options(options, 6 - training.rounds)
+
+
+@pytest.mark.parametrize(("cut", "tuning"), [(0, 5), (2, 3), (7, 1)])
+def test_a_shorter_training_tunes_in_the_same_rounds(settings: Settings, cut: int, tuning: int) -> None:
+    """Agents tune alone from the same round as in the trials, if rounds after the last one whose model is used are cut.
+
+    Applying a choice twice changes nothing more."""
+    given = {TUNED: {"tuning": 5, "weighting": "equal"}}
+    training = ChosenTraining(26 - cut, {}, {}, options=shortened_options(given, cut))
+    config = training.applied(RunConfig(method=TUNED, settings=settings, options=given[TUNED]))
+    assert config.options == training.applied(config).options == {"tuning": tuning, "weighting": "equal"}
+    assert training.applied(RunConfig(method="waffle", settings=settings)).options == {}
+    assert shortened_options({}, cut) == {}
 
 
 def test_ditto_is_left_out_if_training_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ pytest.importorskip("flwr")
 
 from flower_harness import Grid, bits, federation, run_job, run_simulation, small_config, without_waiting
 from waffle_fl.config import RunConfig, check_run
+from waffle_fl.deploy import site
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.server_app import JobRunner
 from waffle_fl.deploy.settings_files import change
 from waffle_fl.engines.flower.messages import Message
+from waffle_fl.engines.row_training import RowTraining
 from waffle_fl.privacy.phases import REPLIES, REQUESTS, AloneReply, OpenReply, SketchReply, SumReply
-from waffle_fl.privacy.wire import read
+from waffle_fl.privacy.wire import read, written
 
 SITES = ("a", "b", "c", "d", "e")
 
@@ -43,9 +46,9 @@ def phase_of(request: Message) -> str:
     return str(request.fields.get("tasks", [{}])[0].get("phase", ""))
 
 
-def phases(grid: Grid, site: str = "b") -> list[str]:
+def phases(grid: Grid, name: str = "b") -> list[str]:
     """Return the phases of a site's requests."""
-    return [phase_of(request) for name, request in grid.requests if name == site and phase_of(request)]
+    return [phase_of(request) for site_name, request in grid.requests if site_name == name and phase_of(request)]
 
 
 RUNS = {
@@ -185,3 +188,52 @@ def test_a_site_that_lost_its_model_takes_no_part(folder: Path, tmp_path: Path) 
     assert result["status"] == "finished"
     assert ["agent 4" in line.get("screened", {}) for line in rounds] == [False, True, True]
     assert any("lost its personal model" in reason for _, reason in rounds[1]["refused"])
+
+
+def test_a_floor_of_a_site_excludes_a_method_whose_start_models_the_server_chooses(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The server could let all others start from models in which they learn nothing, and read one site's update."""
+    change(folder / "sites" / "b" / "site.toml", min_contributors=2.0)
+    run_job(folder, config(1), tmp_path / "run")
+    _, rounds, _ = bits(tmp_path / "run")
+    assert rounds[0]["weights"][1] == 0
+    assert any("cannot ensure with this method" in reason for _, reason in rounds[0]["refused"])
+
+
+def test_lengths_that_no_agent_would_report_are_rejected(folder: Path, tmp_path: Path) -> None:
+    """A site that reports an endless layer is left out, and harms no other."""
+
+    def lie(name: str, request: Message, reply: Message) -> Message:
+        if name == "d" and phase_of(request) == "open":
+            ((label, payload),) = reply.payloads.items()
+            one = dataclasses.replace(read(payload, OpenReply), lengths=(1e300, 1e300))
+            return dataclasses.replace(reply, payloads={label: written(one)})
+        return reply
+
+    run_job(folder, config(2), tmp_path / "run", Grid(folder, lie))
+    _, rounds, _ = bits(tmp_path / "run")
+    assert [line["screened"] for line in rounds] == [{"agent 3": "too long"}] * 2
+    assert all(line["loss"] is not None for line in rounds)
+
+
+def test_the_model_that_is_trained_is_examined(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site examines the mixture of its own model and Alice's, which is in no message, before it trains it."""
+    seen: list[bytes] = []
+    trained: list[bytes] = []
+    exposed, begin = site.exposed_shares, RowTraining.round
+
+    def keep(model: Any, net: Any, federation: Any) -> Any:
+        seen.append(net.params.numpy().tobytes())
+        return exposed(model, net, federation)
+
+    def start(self: Any, states: Any, *arguments: Any, **options: Any) -> Any:
+        if len(states) == 1:
+            trained.append(self.algorithm.begin(*states[0]).y[0].numpy().tobytes())
+        return begin(self, states, *arguments, **options)
+
+    monkeypatch.setattr(site, "exposed_shares", keep)
+    monkeypatch.setattr(RowTraining, "round", start)
+    run_job(folder, config(3, {"head_layers": 1, "averaging": 1.0}, privacy="off"), tmp_path / "run")
+    assert len(set(trained)) > 3  # the sites start from different models
+    assert set(trained) <= set(seen)

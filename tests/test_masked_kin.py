@@ -213,3 +213,29 @@ def test_an_agent_has_no_first_sum_to_send_for_other_methods() -> None:
     agent = masked_agent.RoundAgent(masked_agent.UpdateNumbers(0), one.sides[1], None, 0)
     with pytest.raises(WaffleError, match="only sum of the round"):
         agent._side_of(True)
+
+
+def test_partial_participation() -> None:
+    """Agents that take no part in a round keep their model and their shares, as in the clear."""
+    kin = replace(KIN, head_layers=0)
+    clear, masked = (trained(kin, privacy=privacy, participation=0.7, rounds=8) for privacy in ("off", "masked"))
+    assert clear[-1].state.server.strife.max() > 0.01
+    for one, other in zip(clear, masked, strict=True):
+        assert one.measured["participants"] == other.measured["participants"]
+        assert other.measured["weights"] == pytest.approx(one.measured["weights"], abs=1e-4)
+        torch.testing.assert_close(one.state.agents.y, other.state.agents.y, rtol=0, atol=1e-4)
+
+
+def test_the_guard_rejects_in_masked_rounds_what_it_rejects_in_the_clear() -> None:
+    """An agent whose update is turned around keeps its own model and has no weight."""
+
+    def tamper(up: Any, r: int) -> Any:
+        up.dy[1] *= -1
+        return up
+
+    spec = RunSpec(KIN, opposed(0), 1, tamper=tamper)
+    for privacy in ("off", "masked"):
+        last = outcomes_of(spec, shared_model(), 3, guard="standard", privacy=privacy)[-1]
+        assert "agent 1" in last.measured["screened"]
+        assert last.measured["weights"][1] == 0
+        assert torch.equal(last.state.agents.y[1], shared_model().init(1).params)

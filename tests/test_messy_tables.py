@@ -137,6 +137,10 @@ ODD: dict[str, tuple[dict[str, list[str]], str]] = {
         {"lab": [*column(["-3", "0.5", "3"], ROWS - 2), "-9", "-9"]},
         "column 'lab' has -9 in 4 rows, and else -3 to 3: if it means missing, set --missing -9",
     ),
+    "-9 often, beside values from -1 to 9": (
+        {"lab": [*column(["-1", "0.5", "3.1", "4.7", "6", "9"], ROWS - 6), *["-9"] * 6]},
+        "column 'lab' has -9 in 12 rows, and else -1 to 9: if it means missing, set --missing -9",
+    ),
     "-9 and 999": ({"lab": [*LAB[:-2], "-9", "999"]}, "if they mean missing, set --missing -9 999"),
     "an identifier": (
         {"patient_id": [str(i * i) for i in range(ROWS)]},
@@ -457,6 +461,8 @@ def test_messages_show_the_beginning_of_a_long_cell(tmp_path: Path) -> None:
     long = "x" * 85_000
     folder = write(tmp_path / "d", north=table(1, lab=[*LAB[:-1], long]), south=table(2, lab=LAB))
     assert f"has '{'x' * 40}...': repair it" in refusal(read, folder)
+    longer = write(tmp_path / "longer", north=table(1, lab=[*LAB[:-1], 2 * long]), south=table(2, lab=LAB))
+    assert "north.csv: expected cells of at most 131,072 characters: shorten the longer ones" in refusal(read, longer)
     folder = write(tmp_path / "d", north=table(1, lab=column(["a", long])), south=table(2, lab=column(["a"])))
     shown = waffle("data", folder, "--target", "y")
     assert shown.code == 0

@@ -24,7 +24,7 @@ from waffle_fl.decision import shapley
 from waffle_fl.decision.bootstrap import Interval, Metric, contrasts, figures, gain, share_above_zero
 from waffle_fl.decision.budget import PARTNERS, WorkBudget
 from waffle_fl.decision.coalitions import FOLDS, CrossValidation, Plan, able_agents, cross_validate, folds_of, rows_of
-from waffle_fl.decision.measurement import TUNED, joint_method, joint_options, measurement_for
+from waffle_fl.decision.measurement import TUNED, Extent, joint_method, joint_options, measurement_for
 from waffle_fl.decision.partners import (
     PartnerStudy,
     best_plan,
@@ -389,44 +389,44 @@ def test_auto_depends_on_agents_and_cost(planted: Path) -> None:
     """auto: exact values for small tables, leave-one-out for many agents or rows, none for very many rows."""
     settings = settings_for(planted)
     federation = whole(settings)
-    assert measurement_for("auto", federation, settings, range(4)) == ("shapley", FOLDS, "")
+    assert measurement_for("auto", federation, settings, range(4)) == Extent("shapley")
     long = replace(settings, rounds=20_000)
     assert measurement_for("auto", federation, long, [0])[0] == "leave-one-out"
     assert measurement_for("auto", federation, replace(settings, rounds=10**6), [0])[0] is None
     many = make_federation(sizes=(10,) * 9)
-    assert measurement_for("auto", many, settings, [0]) == (
-        "leave-one-out",
-        FOLDS,
-        "Partners are measured by leaving out each in turn: 9 agents; see --partners.",
+    assert measurement_for("auto", many, settings, [0]) == Extent(
+        "leave-one-out", reason="Partners are measured by leaving out each in turn: 9 agents; see --partners."
     )
     assert measurement_for("shapley", many, settings, [0])[0] == "sampled"
-    assert measurement_for("none", federation, settings, [0]) == (None, FOLDS, "")
+    assert measurement_for("none", federation, settings, [0]) == Extent(None)
     attacked = replace(settings, attack="sign-flip")
     assert measurement_for("auto", federation, attacked, [0])[0] is None
     assert "not available with an attack" in refusal(measurement_for, "shapley", federation, attacked, [0])
 
 
 def test_auto_measures_images_within_the_budget(planted: Path) -> None:
-    """All folds and seeds, half or a quarter of the rows with one seed, or nothing, as the counted work allows."""
+    """All folds, first with all seeds; half or a quarter of the rows; or nothing, as the counted work allows."""
     settings = replace(settings_for(planted), rounds=10)
     federation = whole(settings)
     images = replace(federation, x=federation.x[:, None, None, :])
     rows = sum(3 * len(rows_of(images, i)) // FOLDS for i in range(4))  # that all agents train on in a fold
-    exact = 10 * FOLDS * 3 * 8 * rows  # rounds, folds, seeds; each agent is in 8 of the 15 coalitions
+    one_seed = 10 * FOLDS * 8 * rows  # rounds, folds; each agent is in 8 of the 15 coalitions
     quarter = 10 * (1 + 3 + 1) * rows  # alone, without each of the others, and with all of them
 
-    def found(passes: float, factor: float = 1.0, agents: Federation = images) -> tuple[str | None, int, str]:
+    def found(passes: float, factor: float = 1.0, agents: Federation = images) -> Extent:
         """Return the measurement that a budget of so many passes allows."""
         allowed = WorkBudget(PARTNERS / passes, factor)
         return measurement_for("auto", agents, settings, range(agents.agents), TUNED, 3, allowed)
 
-    assert found(exact) == ("shapley", FOLDS, "")
-    assert found(exact - 1)[:2] == ("leave-one-out", 2)
-    assert "half of the training rows with one seed, by leaving out each in turn" in found(exact - 1)[2]
+    assert found(3 * one_seed) == Extent("shapley")
+    assert found(3 * one_seed - 1)[:3] == ("shapley", FOLDS, True)
+    assert "Partners are measured with one seed: ask" in found(one_seed).reason
+    assert found(one_seed - 1)[:3] == ("leave-one-out", 2, True)
+    assert "half of the training rows by leaving out each in turn, and each best" in found(one_seed - 1).reason
     assert found(2 * quarter)[:2] == ("leave-one-out", 2)
     assert found(2 * quarter - 1)[:2] == ("leave-one-out", 1)
     assert found(quarter - 1)[:2] == (None, FOLDS)
-    assert found(quarter - 1, factor=0) == ("shapley", FOLDS, "")
+    assert found(quarter - 1, factor=0) == Extent("shapley")
     assert found(2 * quarter, agents=images.without("3"))[:2] == ("shapley", 2)  # the coalitions of leave-one-out
 
 
@@ -555,3 +555,13 @@ def test_the_table_of_judges_matches_its_record() -> None:
     for r in record:
         start = f"| {r['data']} | {r['agent']} | {', '.join(r['recommended']) or 'none'} | {r['judge']} |"
         assert [row.endswith(f"| {r['verdict']} |") for row in rows if row.startswith(start)] == [True]
+
+
+def test_the_table_of_joint_trainings_is_its_record() -> None:
+    """Every line of results/joint-training.jsonl is a row of docs/decision.md, with its mean over agents and seeds."""
+    root = Path(__file__).parent.parent
+    record = [json.loads(line) for line in (root / "results" / "joint-training.jsonl").read_text().splitlines()]
+    text = (root / "docs" / "decision.md").read_text()
+    for r in record:
+        assert r["mean"] == pytest.approx(fmean(r["by_agent"].values()), abs=0.01)
+        assert f"| {r['training']} | {' | '.join(map(str, r['by_agent'].values()))} | {r['mean']} |" in text

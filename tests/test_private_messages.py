@@ -47,7 +47,11 @@ def messages() -> list[Any]:
     announced = one.contribute(rows, dict.fromkeys(range(4), 0.25))
     one.unmask(announced)
     words = np.arange(LENGTH, dtype=np.uint64)
-    vector, dealt, product = MaskedVector(1, 0, words), DealerWord(2, 1, words[:1]), ProductWord(1, 0, words[:1])
+    vector, dealt, product = (
+        MaskedVector(1, 0, words, bytes(32)),
+        DealerWord(2, 1, words[:1]),
+        ProductWord(1, 0, words[:1]),
+    )
     compare = CompareRequest(delivery, (0,), ("dy",))
     sketches = SketchReply({"dy": (sketch,)})
     return [
@@ -121,7 +125,7 @@ def test_replies_of_other_sizes_are_not_well_formed() -> None:
     good = {type(m): m for m in MESSAGES if type(m) in REPLIES.values()}
     assert all(is_well_formed(message, sizes, SKETCH) for message in good.values())
     opening, sketch = good[OpenReply].openings, good[SketchReply].sketches["dy"][0]
-    vector = MaskedVector(1, 0, np.zeros(3, np.uint64))
+    vector = MaskedVector(1, 0, np.zeros(3, np.uint64), bytes(32))
     bad = [
         OpenReply(0, 1.0, 0.0, 1.0, (), ()),
         OpenReply(0, 1.0, 0.0, 1.0, (), opening * 2),

@@ -13,7 +13,7 @@ from waffle_fl.experiment import Runtime, execute, model_name
 from waffle_fl.models import builder
 from waffle_fl.records import read_json
 from waffle_fl.report import write_report
-from waffle_fl.report.page import facts_of
+from waffle_fl.report.page import facts_of, training_text
 from waffle_fl.results import FinishedRun, read_runs
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -71,3 +71,12 @@ def test_facts_that_differ_are_all_listed() -> None:
     assert "lr 0.1," in training
     assert "lr 0.5," in training
     assert training.count("rounds") == 2
+
+
+def test_the_training_is_named_in_words() -> None:
+    """The page names optimiser, augmentation and the round whose model is used; Adam has no momentum."""
+    s = Settings(data="images", rounds=26, optimiser="adam", lr=0.003, augment=True, flips=False)
+    assert training_text(s) == "26 rounds of 1 epoch, batch 32, Adam, lr 0.003, weight decay 0.0, shifts"
+    chosen = replace(s, optimiser="sgd", final_model="selected", final_round=15, augment=False, steps_per_round=5)
+    text = "26 rounds of 5 steps, model of round 15, batch 32, SGD, momentum 0.0, lr 0.003, weight decay 0.0"
+    assert training_text(chosen) == text

@@ -107,6 +107,7 @@ def decide_command(arguments: Sequence[str]) -> int:
     if training:
         runs = [(training.applied(config), folder) for config, folder in runs]
         s = training.applied(RunConfig(method=shared, settings=s)).settings
+        options |= {name: {**options.get(name, {}), **changed} for name, changed in training.options.items()}
         reduced.add(*training.reduced)
     federation = all_alices_of(s, args.runtime)
     budget = budget_for(s, federation, args.runtime, flags.budget)

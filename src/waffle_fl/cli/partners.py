@@ -18,7 +18,7 @@ from waffle_fl.decision import coalitions
 from waffle_fl.decision.bootstrap import Metric
 from waffle_fl.decision.budget import WorkBudget
 from waffle_fl.decision.coalitions import FOLDS
-from waffle_fl.decision.measurement import PartnerOption, measurement_for
+from waffle_fl.decision.measurement import PartnerOption, joint_method, measurement_for
 from waffle_fl.decision.partners import PartnerStudy, key_of, study_partners
 from waffle_fl.decision.study import alices_of, group_runs, headline
 from waffle_fl.errors import writable
@@ -65,25 +65,29 @@ def measure_partners(
     """
     federation = all_alices_of(settings, runtime)
     alices, method = alices_of(runs, federation.names), headline([config.method for config, _ in runs])
-    measurement, folds, reason = measurement_for(option, federation, settings, alices, method, len(seeds), budget)
+    measurement, folds, one_seed, reason = measurement_for(
+        option, federation, settings, alices, method, len(seeds), budget
+    )
     if reason:
         reduced(reason)
     if measurement is None:
         with writable(out):
             (out / RECORD).unlink(missing_ok=True)
         return []
-    key = key_of(measurement, federation, settings, method, alices, seeds, options, metric, folds)
+    used = seeds[:1] if one_seed else seeds
+    method = joint_method(federation) if one_seed else method
+    key = key_of(measurement, federation, settings, method, alices, used, options, metric, folds)
     study = read_study(out)
     if study is None or study.key != key:
         with _progress(output) as progress:
             study = study_partners(
-                measurement, federation, settings, method, alices, seeds, options, runtime, metric, progress, folds
+                measurement, federation, settings, method, alices, used, options, runtime, metric, progress, folds
             )
         study = replace(study, key=key)
         with writable(out):
             write_json(out / RECORD, study.to_json())
-    used = seeds[:1] if folds < FOLDS else seeds
-    return group_runs(study, settings, used, federation.names, out, options)
+    trained = seeds[:1] if folds < FOLDS else seeds
+    return group_runs(study, settings, trained, federation.names, out, options)
 
 
 def read_study(folder: Path) -> PartnerStudy | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -100,5 +101,5 @@ def paragraphs(texts: Iterable[str], kind: str = "") -> str:
 
 
 def together(text: str) -> str:
-    """Return the text escaped, with a non-breaking space before each percent sign."""
-    return escape(text).replace(" %", "&#160;%")
+    """Return the text escaped; no line breaks before a percent sign or within a flag such as --budget."""
+    return re.sub(r"(?<!\S)--[\w-]+", r"<code>\g<0></code>", escape(text).replace(" %", "&#160;%"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waffle_fl.attacks import NONE
 from waffle_fl.config import Settings
@@ -24,12 +24,20 @@ EXACT_AGENTS = 8  # up to this many agents the Shapley value is exact
 PAIRS = 8  # pairs of orders of the sampled Shapley value
 STEPS = 4_000_000  # mini-batch steps of tables, above which `auto` measures less: about three minutes on two cores
 FEWER_FOLDS = {2: "half", 1: "a quarter"}  # held out, with one seed, where all folds of images exceed the budget
-FEWER = (
-    "Partners are measured on {} of the training rows with one seed{}: ask for more with --partners shapley, or "
-    f"{MORE}."
-)
+ASK = f"ask for more with --partners shapley, or {MORE}."
+ONE_SEED = f"Partners are measured with one seed: {ASK}"
+FEWER = f"Partners are measured on {{}} of the training rows{{}}, and each best group trains, with one seed: {ASK}"
 NOTHING = f"Partners are not measured, because training takes long: ask with --partners leave-one-out, or {MORE}."
 EACH_IN_TURN = "Partners are measured by leaving out each in turn: {}; see --partners."
+
+
+class Extent(NamedTuple):
+    """How partners are measured, and how much."""
+
+    measurement: Measurement | None
+    folds: int = FOLDS
+    one_seed: bool = False  # instead of all; the headline method is then not measured
+    reason: str = ""  # why `auto` measures less than it could
 
 
 def joint_method(federation: Federation) -> str:
@@ -45,6 +53,12 @@ def joint_options(method: str, rounds: int, options: Mapping[str, Mapping[str, A
     return found
 
 
+def shortened_options(options: Mapping[str, Mapping[str, Any]], cut: int) -> dict[str, dict[str, Any]]:
+    """Return what changes in the options if a training ends `cut` rounds earlier: so many rounds less only tune."""
+    tuning = options.get(TUNED, {}).get("tuning", 0)
+    return {TUNED: {"tuning": max(1, tuning - cut)}} if cut and tuning else {}
+
+
 def measurement_for(
     option: PartnerOption,
     federation: Federation,
@@ -53,31 +67,30 @@ def measurement_for(
     method: str = SHARED,
     seeds: int = 1,
     budget: WorkBudget = UNLIMITED,
-) -> tuple[Measurement | None, int, str]:
-    """Return how partners are measured, on how many folds, and the reason if `auto` measures less than it could.
-
-    `method` is the headline method, which is measured too if all folds are.
-    """
+) -> Extent:
+    """Return how partners are measured. `method` is the headline method, which is measured too if all seeds are."""
     agents = able_agents(federation)
     chosen = [i for i in alices if i in agents]
     if option == "none" or len(agents) < 2 or not chosen:
-        return None, FOLDS, ""
+        return Extent(None)
     if settings.attack != NONE:
         if option != "auto":
             raise WaffleError("partners: not available with an attack; use --partners none")
-        return None, FOLDS, "Partners are not measured: an attack is simulated."
+        return Extent(None, reason="Partners are not measured: an attack is simulated.")
     if option == "leave-one-out":
-        return "leave-one-out", FOLDS, ""
+        return Extent("leave-one-out")
     small = len(agents) <= EXACT_AGENTS
     if option == "shapley":
-        return ("shapley" if small else "sampled"), FOLDS, ""
+        return Extent("shapley" if small else "sampled")
     if len(federation.shape) > 1:
         return _within(budget, federation, settings, chosen, agents, method, seeds)
     if small and _steps("shapley", federation, settings, chosen, agents) <= STEPS:
-        return "shapley", FOLDS, ""
+        return Extent("shapley")
     if _steps("leave-one-out", federation, settings, chosen, agents) <= STEPS:
-        return "leave-one-out", FOLDS, EACH_IN_TURN.format("many rows" if small else f"{len(agents)} agents")
-    return None, FOLDS, "Partners are not measured: training takes long; use --partners leave-one-out or shapley."
+        each = EACH_IN_TURN.format("many rows" if small else f"{len(agents)} agents")
+        return Extent("leave-one-out", reason=each)
+    long = "Partners are not measured: training takes long; use --partners leave-one-out or shapley."
+    return Extent(None, reason=long)
 
 
 def _within(
@@ -88,20 +101,25 @@ def _within(
     agents: Sequence[int],
     method: str,
     seeds: int,
-) -> tuple[Measurement | None, int, str]:
-    """Return the measurement of images or signals that the budget allows, and the reason if it is reduced."""
+) -> Extent:
+    """Return the measurement of images or signals that the budget allows."""
     rounds = settings.final_round or settings.rounds
     exact: Measurement = "shapley" if len(agents) <= EXACT_AGENTS else "leave-one-out"
     shared = joint_method(federation)
     rows = _rows_trained(plans_of(exact, shared, method, alices, agents), federation)
+    in_turn = "" if exact == "shapley" else EACH_IN_TURN.format(f"{len(agents)} agents")
     if not budget.exceeds(rounds * FOLDS * seeds * rows, PARTNERS):
-        return exact, FOLDS, "" if exact == "shapley" else EACH_IN_TURN.format(f"{len(agents)} agents")
+        return Extent(exact, reason=in_turn)
+    rows = _rows_trained(plans_of(exact, shared, shared, alices, agents), federation)
+    if not budget.exceeds(rounds * FOLDS * rows, PARTNERS):
+        return Extent(exact, one_seed=True, reason=f"{ONE_SEED} {in_turn}".strip())
     fewer: Measurement = "shapley" if len(agents) <= 3 else "leave-one-out"  # they train the same coalitions
     rows = _rows_trained(plans_of(fewer, shared, shared, alices, agents), federation)
     for folds, share in FEWER_FOLDS.items():
         if not budget.exceeds(rounds * folds * rows, PARTNERS):
-            return fewer, folds, FEWER.format(share, "" if fewer == "shapley" else ", by leaving out each in turn")
-    return None, FOLDS, NOTHING
+            text = FEWER.format(share, "" if fewer == "shapley" else " by leaving out each in turn")
+            return Extent(fewer, folds, True, text)
+    return Extent(None, reason=NOTHING)
 
 
 def _rows_trained(plans: Sequence[Plan], federation: Federation) -> int:

@@ -33,7 +33,7 @@ from waffle_fl.decision.markup import (
 )
 from waffle_fl.decision.recommendation import excluded, measured_by, recommend, share_text, share_that_gains
 from waffle_fl.decision.study import ALONE, Decision, View, gainers, mean_over, phases
-from waffle_fl.report.page import facts_of, put, script_json
+from waffle_fl.report.page import facts_of, put, script_json, training_text
 
 KINDS = {
     "label": (
@@ -265,6 +265,16 @@ def _heterogeneity(decision: Decision) -> str:
     return f"<section><h2>Before training: how the data differ</h2>{paragraphs([text])}{''.join(parts)}</section>"
 
 
+def _facts(decision: Decision) -> dict[str, str]:
+    """Return software, data and model of the runs, and the training of each method; equal trainings share a line."""
+    facts = facts_of(*decision.examples.values())
+    same: dict[str, list[str]] = {}
+    for method in decision.methods:
+        same.setdefault(training_text(decision.examples[method].config.settings), []).append(title_of(method))
+    del facts["training"]
+    return facts | {f"training of {verdict_text.listed(titles)}": text for text, titles in same.items()}
+
+
 def _reading(decision: Decision) -> str:
     title = title_of(decision.method)
     sentences = [
@@ -282,9 +292,7 @@ def _reading(decision: Decision) -> str:
     reduced = ""
     if decision.reduced:
         reduced = f'<div class="keep" id="reduced"><h3>{REDUCED}</h3>{paragraphs(decision.reduced)}</div>'
-    facts = "".join(
-        f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **facts_of(decision.first)}.items()
-    )
+    facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in {**methods, **_facts(decision)}.items())
     return f"<section><h2>How to read this page</h2>{paragraphs(sentences)}{reduced}<dl>{facts}</dl></section>"
 
 

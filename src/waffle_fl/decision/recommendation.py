@@ -56,11 +56,13 @@ def recommend(view: View, decision: Decision) -> Recommendation | None:
         return Recommendation("stay alone", text, -1)
     if found is None:
         return Recommendation(action(view, decision), f"No run of {title} with this group finished.", 0)
-    text = f"Expected gain with {title}: {difference(found, decision.metric)}."
+    text = f"Expected {'gain' if found.value > 0 else 'change'} with {title}: {difference(found, decision.metric)}."
     if isinstance(found, Hint):
         text += " It has too few test samples for a clear result."
-    elif found.sign == 0:
+    elif found.sign == 0 and found.value > 0:
         text += " The difference is not clear."
+    elif found.sign == 0:
+        text += " The test samples show no gain and do not rule one out."
     elif found.sign < 0:
         text += " The test samples contradict the choice: confirm it on new data before joining."
     return Recommendation(action(view, decision), text, max(0, found.sign))

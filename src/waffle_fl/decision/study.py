@@ -87,7 +87,7 @@ class Decision:
     names: tuple[str, ...]  # all agents, in order
     views: tuple[View, ...]  # the agents that a model was trained for
     seeds: int
-    first: FinishedRun
+    examples: Mapping[str, FinishedRun]  # method -> one of its runs with all agents
     not_assessed: tuple[str, ...] = ()  # a reason for each agent that was trained for but has no view
     distances: Distances | None = None
     partners: PartnerStudy | None = None
@@ -209,16 +209,15 @@ def decide(
         metrics.add(measured)
     if not views:
         raise WaffleError(not_assessed[0])
-    first = full[0]
     return Decision(
-        data=first.config.settings.data_name,
+        data=full[0].config.settings.data_name,
         metrics=max(metrics, key=len),
         method=method,
         methods=tuple(methods),
         names=names,
         views=tuple(views),
         seeds=len({run.config.settings.seed for run in full}),
-        first=first,
+        examples={run.config.method: run for run in reversed(full)},
         not_assessed=tuple(f"{reason}." for reason in not_assessed),
         distances=distances,
         partners=partners if any(view.advice for view in views) else None,

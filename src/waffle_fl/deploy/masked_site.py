@@ -108,13 +108,22 @@ class MaskedSite:
                     "set back, correct it"
                 )
         self._check_alone(start)
+        if self.policy.min_contributors > 1 and hasattr(self.algorithm, "sent_to_each"):
+            raise Refused(
+                f"this site sends sums of at least {self.policy.min_contributors:g} contributors only "
+                "(min_contributors), which it cannot ensure with this method: the server chooses from which model each "
+                "of the others starts"
+            )
         self._secrets(first.terms)
         states = train()
+        update = digest(states[-1]._asdict(), {})
+        if kept and kept.session == task.session and kept.update != update:  # two updates under one mask
+            raise Refused("this site's update differs from that of the session: begin the round again")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_tensors(self._folder / UPDATE, {"session": str(task.session)}, _named(states))
         (self._folder / UPDATE).chmod(PRIVATE)
         if kept is None or kept.session < task.session:
-            update, seed = digest(states[-1]._asdict(), {}), secrets.token_bytes(32)
+            seed = secrets.token_bytes(32)
             kept = KeptSession(task.session, task.round, task.attempt, question, told, update, first.terms, seed, ())
         return self._answer(kept, start)
 
@@ -130,14 +139,19 @@ class MaskedSite:
     def _summed(self, kept: KeptSession, request: PhaseRequest, content: bytes) -> dict[str, str]:
         """Return the ledger's entry for a reply with which a sum can be read; refuse a second one of a kind.
 
-        Each sum has other weights, so from as many sums as agents a server could compute every update.
+        Each sum has other weights, so from as many sums as agents a server could compute every update. A model that
+        differs in its last digit gives another update that is nearly the same, so the same holds for one attempt at a
+        round.
         """
         if not isinstance(request, UnmaskRequest | AloneRequest):
             return {}
-        of = f"{kept.update} first" if isinstance(request, UnmaskRequest) and request.first else kept.update
-        entry = {"of": of, "sum": hashlib.sha256(type(request).__name__.encode() + content).hexdigest()}
+        kind = " first" if isinstance(request, UnmaskRequest) and request.first else ""
+        at = f"{self.run}/{self.label}, round {kept.round}, attempt {kept.attempt}{kind}"
+        read = hashlib.sha256(type(request).__name__.encode() + content).hexdigest()
+        entry = {"of": kept.update + kind, "at": at, "sum": read}
         before = (line["read"] for line in self.ledger.lines() if "read" in line)
-        if any(one["of"] == entry["of"] and one["sum"] != entry["sum"] for one in before):
+        same = (one for one in before if one["of"] == entry["of"] or one.get("at") == at)
+        if any((one["of"], one["sum"]) != (entry["of"], read) for one in same):
             raise ReadBefore("this site has already helped to read another sum of the same updates")
         return entry
 

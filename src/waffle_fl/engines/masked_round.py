@@ -22,7 +22,7 @@ from waffle_fl.engines.masked_sums import MaskedSum
 from waffle_fl.engines.masked_weights import angles_of, may_be_summed, overall, respected, respected_by_layer
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
-from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
+from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS, TOO_LONG
 from waffle_fl.privacy import ring
 from waffle_fl.privacy.contributors import effective
 from waffle_fl.privacy.exact_product import dealer_for
@@ -181,8 +181,11 @@ class MaskedRound:
     def _open(self, replies: Mapping[int, Any]) -> None:
         lengths, pulls, floors = self._zeros, self._zeros, list(self._opened.floors)
         measured = self._opened.measured.clone()
+        longest = ring.LONGEST * unit_of(self.algorithm, "dy", self.at.round)
         for i in self.group:
-            self._note(i, replies[i].code if i in replies else ABSENT)
+            code = replies[i].code if i in replies else ABSENT
+            fits = code != OK or max(replies[i].lengths, default=0.0) <= longest  # as an agent's own check ensures
+            self._note(i, code if fits else TOO_LONG)
         for i, reply in replies.items():
             lengths[i], pulls[i] = reply.length, reply.pull
             floors[i] = max(floors[i], reply.floor)
@@ -220,7 +223,12 @@ class MaskedRound:
     def _deal(self, replies: Mapping[int, Any]) -> None:
         self._sketches = {i: reply.sketches for i, reply in replies.items()}
         vectors = {(v.agent, v.partner): v for reply in replies.values() for v in reply.vectors}
-        words = {word.agent: word for reply in replies.values() for word in reply.words}
+        words = {
+            word.agent: word
+            for i, reply in replies.items()
+            for word in reply.words
+            if i in self._requests and word.agent in self._requests[i].deals_for  # type: ignore[union-attr]
+        }
         ready = [i for i in self._opened.agents if (i, self._alice) in vectors and (self._alice, i) in vectors]
         ready = [i for i in ready if i in words]
         requests = {i: ProductRequest((vectors[self._alice, i],), (words[i],)) for i in ready}

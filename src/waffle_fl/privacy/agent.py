@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy import contributors, exact_product, ring, rotation, shamir, sketch
+from waffle_fl.privacy.exact_product import dealer_for
 from waffle_fl.privacy.masks import KEY_BYTES, derive, pair_mask, seal_seeds, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
@@ -44,6 +46,14 @@ class Numbered(NamedTuple):
     draws: Numbers | float = 0.5
 
 
+class DealtVector(NamedTuple):
+    """An agent's own update for one partner."""
+
+    words: LongWords
+    key: bytes  # of its dealer
+    hers: bool  # whether this agent is Alice
+
+
 class MaskingAgent:
     """One agent in one round. Each step is taken once, so no update is sent under two sets of weights or shares."""
 
@@ -65,7 +75,7 @@ class MaskingAgent:
         )
         self._seeds = {other: derive(pair_secrets[other], "mask seed", at.context) for other in self._others()}
         self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, one of its key, and a common secret
-        self._vectors: dict[int, tuple[LongWords, bytes]] = {}  # by partner: own update, key of the dealer
+        self._vectors: dict[int, DealtVector] = {}  # by partner
         self._taken: set[str] = set()
         self._opened: frozenset[int] = frozenset()
         self._transcript = b""
@@ -90,7 +100,8 @@ class MaskingAgent:
     def receive(self, delivery: Delivery) -> None:
         """Keep the shares of the other agents. A share that cannot be read is not kept."""
         self._take("receive")
-        if delivery.salts.get(self.agent) != self._salt or not set(delivery.salts) <= set(self.group):
+        own = delivery.salts.get(self.agent) == self._salt and set(delivery.salts) <= set(self.group)
+        if not own or any(len(salt) != SALT_BYTES for salt in delivery.salts.values()):
             raise WaffleError("expected this agent's own salt among those of its group, got another: refuse the round")
         if len(delivery.salts) < shamir.threshold_for(len(self.group)):
             raise WaffleError(f"expected more agents in the round, got {len(delivery.salts)} of {len(self.group)}")
@@ -120,6 +131,7 @@ class MaskingAgent:
     def deal(self, agent: int, alice: int, count: int) -> DealerWord:
         """Return what this agent sends as the dealer of a pair; it does not depend on any update."""
         self._take(f"deal for {agent}")
+        self._check_dealer(agent, alice, self.agent)
         own, hers = (self._dealt_key(self._pairs[party], agent) for party in (agent, alice))
         return DealerWord(self.agent, agent, exact_product.dealer_word(own, hers, count))
 
@@ -127,16 +139,26 @@ class MaskingAgent:
         """Return this agent's update for its partner; `hers` says that this agent is Alice."""
         self._take(f"vector for {partner}")
         _check_length(numbers, unit)
-        key = self._dealt_key(self._pairs[dealer], partner if hers else self.agent)
+        agent, alice = (partner, self.agent) if hers else (self.agent, partner)
+        self._check_dealer(agent, alice, dealer)
+        key = self._dealt_key(self._pairs[dealer], agent)
         dealt = exact_product.alice_of(key, len(numbers)).mask if hers else exact_product.mask_of(key, len(numbers))
-        self._vectors[partner] = exact_product.encode(numbers, unit), key
-        return MaskedVector(self.agent, partner, self._vectors[partner][0] + dealt)
+        self._vectors[partner] = DealtVector(exact_product.encode(numbers, unit), key, hers)
+        words = self._vectors[partner].words + dealt
+        return MaskedVector(self.agent, partner, words, self._tag(self.agent, partner, words))
 
     def product_word(self, received: MaskedVector, dealt: DealerWord | None) -> ProductWord:
-        """Return one word of a squared distance, for the partner whose vector was received; Alice needs no `dealt`."""
+        """Return one word of a squared distance, for the partner whose vector was received; Alice needs no `dealt`.
+
+        A server that could choose the vector, or who acts as Alice, would learn inner products with the update.
+        """
         partner = received.agent
         self._take(f"word for {partner}")
-        own, key = self._vectors[partner]
+        own, key, hers = self._vectors[partner]
+        if not hmac.compare_digest(received.tag, self._tag(partner, self.agent, received.words)):
+            raise WaffleError(f"expected the vector that agent {partner} has sent, got another one: refuse the round")
+        if hers != (dealt is None):
+            raise WaffleError("expected a dealer's word unless this agent is Alice: refuse the round")
         pair_key = derive(self._pairs[partner], "product", self._transcript)
         if dealt is None:
             words = exact_product.alice_word(own, received.words, exact_product.alice_of(key, len(own)), pair_key)
@@ -144,6 +166,16 @@ class MaskingAgent:
             party = exact_product.agent_of(key, len(own), dealt.words)
             words = exact_product.agent_word(own, received.words, party, pair_key)
         return ProductWord(self.agent, partner, words)
+
+    def _check_dealer(self, agent: int, alice: int, dealer: int) -> None:
+        """Refuse a dealer that the server has chosen: with it, the server could read both updates."""
+        if len(self._opened - {agent, alice}) < 1 or dealer_for(agent, alice, sorted(self._opened)) != dealer:
+            raise WaffleError(f"expected another dealer for agent {agent}, got agent {dealer}: refuse the round")
+
+    def _tag(self, sender: int, recipient: int, words: LongWords) -> bytes:
+        other = recipient if sender == self.agent else sender
+        key = derive(self._pairs[other], f"vector from {sender}", self._transcript)
+        return hmac.digest(key, words.astype("<u8").tobytes(), "sha256")
 
     def _dealt_key(self, secret: bytes, agent: int) -> bytes:
         """Return the key of what a dealer and its partner share for the distance of this agent from Alice."""
@@ -155,6 +187,8 @@ class MaskingAgent:
         self._check_weights(announced)
         if self.agent not in announced.contributors:
             raise WaffleError(f"agent {self.agent} has no weight in this round, so it sends nothing")
+        if "reveal" in self._taken:  # the secrets of the round may be known by now
+            raise WaffleError("expected a request for a sum before that for shares: refuse the round")
         self._check_floor(announced, announced.contributors)
         self._announced = announced
 

@@ -100,10 +100,11 @@ class MaskedVector:
     agent: int
     partner: int
     words: LongWords
+    tag: bytes  # HMAC with a key of the two: an inner product with a vector of the server would show a number of x
 
     @property
     def size(self) -> int:
-        return self.words.nbytes
+        return self.words.nbytes + len(self.tag)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ class Announcement:
         """Return a digest of the round so far: agents that received other weights add masks that do not cancel."""
         digest = hashlib.sha256(transcript)
         for part, table in self.weights.items():
-            digest.update(part.encode() + b"\n")
+            name = part.encode()
+            digest.update(struct.pack("<qq", len(name), len(table)) + name)  # other weights never have the same bytes
             for agent, weight in sorted(table.items()):
                 digest.update(struct.pack("<qd", agent, weight))
         return digest.digest()

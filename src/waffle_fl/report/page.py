@@ -117,8 +117,7 @@ def _facts(run: FinishedRun) -> dict[str, str]:
     return {
         "software": f"waffle-fl {__version__}, torch {binding.get('torch')}, on {binding.get('device')}",
         "data": f"{s.data_name}, {_verified(run.provenance.get('data_verified'))}",
-        "training": f"{s.rounds} rounds, {_round_length(s)} per round, batch {s.batch_size}, lr {s.lr}, "
-        f"momentum {s.momentum}, weight decay {s.weight_decay}",
+        "training": training_text(s),
         "model": f"{_model(run)}, {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters",
         "statistics": str(run.provenance.get("statistics")),
         **({"differential privacy": _privacy(run)} if s.guarantee else {}),
@@ -131,8 +130,22 @@ def _privacy(run: FinishedRun) -> str:
     return f"{run.config.settings.guarantee}, per run{'; simulated: noise derives from the seed' * simulated}"
 
 
+def training_text(s: Settings) -> str:
+    """Return how the agents train: rounds, the round whose model is used if it is chosen, optimiser, augmentation."""
+    selected = (
+        f"model of round {s.final_round}" if s.final_round else "model of the round with the best validation score"
+    )
+    used = [selected] if s.final_model == "selected" else []
+    optimiser = ["Adam"] if s.optimiser == "adam" else ["SGD", f"momentum {s.momentum}"]
+    moved = ["shifts and flips" if s.flips else "shifts"] if s.augment else []
+    rates = [f"lr {s.lr}", f"weight decay {s.weight_decay}"]
+    length = f"{s.rounds} rounds of {_round_length(s)}"
+    return ", ".join([length, *used, f"batch {s.batch_size}", *optimiser, *rates, *moved])
+
+
 def _round_length(s: Settings) -> str:
-    return f"{s.steps_per_round} step(s)" if s.steps_per_round else f"{s.epochs} epoch(s)"
+    number, what = (s.steps_per_round, "step") if s.steps_per_round else (s.epochs, "epoch")
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _model(run: FinishedRun) -> str:

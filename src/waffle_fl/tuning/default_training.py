@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from typing import Any
 from waffle_fl.algorithms import title_of
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
-from waffle_fl.decision.measurement import JOINT
+from waffle_fl.decision.measurement import JOINT, shortened_options
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of
 from waffle_fl.federation import Federation
 from waffle_fl.tuning.trial_scores import BestRound, common_round, own_rounds
@@ -63,14 +63,18 @@ class ChosenTraining:
     chosen: Mapping[str, Mapping[str, Any]]  # method -> settings that differ from the user's
     scores: Scores  # of the candidates of each method that were compared
     reduced: tuple[str, ...] = ()  # what was not tried, to keep within the budget
+    options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # hyperparameters that follow from the rounds
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """Return a run's config with the settings chosen for its method."""
+        """Return a run's config with the settings chosen for its method, and options that follow from the rounds."""
         found = self.chosen.get(config.method)
         if found is None:  # not tried: trained as the shared model, to the last round
             shared = next((self.chosen[method] for method in reversed(JOINT) if method in self.chosen), {})
             found = {**shared, "final_model": "last", "final_round": 0}
-        return replace(config, settings=replace(config.settings, **found))
+        options = {**config.options, **self.options.get(config.method, {})}
+        return replace(config, settings=replace(config.settings, **found), options=options)
 
     def text(self) -> str:
         """Return the choice in words: rounds, and per method what distinguishes it."""
@@ -128,9 +132,11 @@ def choose_training(
         base = replace(base, rounds=rounds)
         longer = replace(trials, base=base).best_rounds({(m, f"{rounds}-rounds"): c for m, (c, _) in found.items()})
         found = {m: (found[m][0], trial) for m, (trial,) in longer.items()}
+    cut = 0
     if expensive and all_rows and not keeps_rounds:  # no model of a later round is used
         last = max([FEWEST_ROUNDS, *(round(trial.round) for _, trial in found.values())])
-        base = replace(base, rounds=min(base.rounds, last))
+        cut = max(0, base.rounds - last)
+        base = replace(base, rounds=base.rounds - cut)
     if all_rows:
         base = replace(base, validation=0.0)
     common = {name: getattr(base, name) for name in (*free, "rounds")}
@@ -140,7 +146,7 @@ def choose_training(
     }
     named = " and ".join(map(title_of, tried))
     reduced = (TRIED.format(named, title_of(tried[-1])),) if expensive and set(methods) - set(tried) else ()
-    return ChosenTraining(base.rounds, chosen_of, scores, reduced)
+    return ChosenTraining(base.rounds, chosen_of, scores, reduced, shortened_options(options, cut))
 
 
 def _improves(found: Mapping[str, tuple[Candidate, BestRound]], rounds: int) -> bool:

@@ -69,13 +69,21 @@ def _codes(name: str, values: Floats, target: bool) -> Iterator[str]:
     if not present or len(np.unique(others)) < 3:
         return
     low, high = float(others.min()), float(others.max())
-    width = high - low
-    odd = [code for code in present if (code < 0 <= low) or code <= low - width or code >= high + width]
+    odd = [code for code in present if (code < 0 <= low) or _is_far(code, values, low, high)]
     if odd:
         counted = " and ".join(f"{code} in {_rows(int((values == code).sum()))}" for code in odd)
         they, mean = ("it", "means") if len(odd) == 1 else ("they", "mean")
         then = "drop those rows" if target else f"set --missing {' '.join(map(str, odd))}"
         yield f"column {name!r} has {counted}, and else {low:g} to {high:g}: if {they} {mean} missing, {then}"
+
+
+def _is_far(code: int, values: Floats, low: float, high: float) -> bool:
+    """Whether a number is as far from the range of all others as this is wide, or half as far and the most frequent."""
+    gap, width = max(low - code, code - high), high - low
+    if gap < width / 2:
+        return False
+    counts = np.unique(values[values != code], return_counts=True)[1]
+    return gap >= width or int((values == code).sum()) > int(counts.max())
 
 
 def _rows(count: int) -> str:

@@ -64,6 +64,9 @@ def _read_text(path: Path, header: tuple[str, ...] | None, times: float) -> Tabl
     except OSError as error:
         raise WaffleError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
+        if "field limit" in str(error):
+            most = f"{csv.field_size_limit():,}"
+            raise WaffleError(f"{path}: expected cells of at most {most} characters: shorten the longer ones") from None
         raise WaffleError(f"cannot read {path} as a table of UTF-8 text: {error}; save it as CSV again") from None
 
 
