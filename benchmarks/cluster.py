@@ -49,6 +49,7 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
     with ExitStack() as stack:
         runtime = Runtime(device="cpu", workers=2)
         if nodes:
+            os.environ.update(RAY_worker_niceness="0")  # that of the local engine
             connection.require_ray()
             head = {"num_cpus": 0, "include_dashboard": False, **free_ports()}
             cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
@@ -64,7 +65,8 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
             before, cpu = time.perf_counter(), cpu_seconds(os.getpid())
             results = execute(plan(experiment, folder / f"turn-{turn}"), runtime, Listener())
             assert all(result["status"] == "finished" for result in results)
-            pipe.send((time.perf_counter() - before, cpu_seconds(os.getpid()) - cpu))
+            used = sum(spent - cpu.get(one, 0.0) for one, spent in cpu_seconds(os.getpid()).items())
+            pipe.send((time.perf_counter() - before, used))
 
 
 def free_ports() -> dict[str, int]:
@@ -77,8 +79,8 @@ def free_ports() -> dict[str, int]:
         return {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
 
 
-def cpu_seconds(root: int) -> float:
-    """Return the CPU time of a process and its descendants, with that of the children that have ended."""
+def cpu_seconds(root: int) -> dict[int, float]:
+    """Return the CPU time of a process and each of its descendants, with that of the children that have ended."""
     children: dict[int, list[int]] = {}
     used: dict[int, float] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -89,12 +91,12 @@ def cpu_seconds(root: int) -> float:
         process = int(path.parent.name)
         children.setdefault(int(fields[1]), []).append(process)
         used[process] = sum(map(int, fields[11:15])) / TICKS
-    waiting, total = [root], 0.0
+    waiting, found = [root], {}
     while waiting:
         process = waiting.pop()
-        total += used.get(process, 0.0)
+        found[process] = used.get(process, 0.0)
         waiting += children.get(process, [])
-    return total
+    return found
 
 
 def measure(rounds: int, turns: int, folder: Path) -> dict[str, Any]:

@@ -45,10 +45,11 @@ from waffle_fl.models import LeNet5, mlp
 ROUNDS = 15
 SETTLED = {"lenet5": 6, "digits": 60}  # rounds after which ours has started its workers and traced its gradients
 AGENTS = (10, 100, 1000)
+TRAINING: dict[str, Any] = {"batch_size": 32, "remainder": "keep"}  # the peers' batches: full ones, and a smaller last
 BARS = {
     "lenet5": {
         "plain loop, one thread": 2.5,
-        "plain loop, two processes": 1.0,
+        "plain loop, two processes": 1.7,
         "Flower simulation": 1.0,
         "pfl-research": 1.0,
     },
@@ -101,7 +102,7 @@ def _prepare(agents: tuple[int, ...]) -> None:
         relabel=full.relabel[list(agents)],
         ids=tuple(full.ids[i] for i in agents),
     )
-    _half["loop"] = PlainLoop(LeNet5(), FlatModel(LeNet5), half, 1, batch_size=32, lr=0.1)
+    _half["loop"] = PlainLoop(LeNet5(), FlatModel(LeNet5), half, 1, **TRAINING, lr=0.1)
     _half["batches"] = _half["loop"].prepared(1)
 
 
@@ -116,7 +117,7 @@ def lenet5() -> dict[str, Any]:
     """LeNet-5, 10 agents x 600 images: 190 steps per round."""
     torch.set_num_threads(1)
     federation, model = lenet_federation(), FlatModel(LeNet5)
-    plain, untrained = (PlainLoop(LeNet5(), model, federation, 1, batch_size=32, lr=0.1) for _ in range(2))
+    plain, untrained = (PlainLoop(LeNet5(), model, federation, 1, **TRAINING, lr=0.1) for _ in range(2))
     plain.round(plain.prepared(1), scaffold=False)
     first = plain.x
     context = get_context("spawn")
@@ -150,9 +151,7 @@ def digits() -> dict[str, Any]:
     torch.set_num_threads(1)
     federations, model = digits_federations(), FlatModel(lambda: mlp((1, 8, 8), 10))
     specs = [RunSpec(FedAvg(SGD(0.1)), f, seed) for seed in range(1, 6) for f in federations]
-    plain, untrained = (
-        PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, batch_size=32, lr=0.1) for _ in range(2)
-    )
+    plain, untrained = (PlainLoop(mlp((1, 8, 8), 10), model, federations[0], 1, **TRAINING, lr=0.1) for _ in range(2))
     plain.round(plain.prepared(1), scaffold=False)
     first = plain.x
     ours, outcome, start_up = _settled("digits", specs, model)
@@ -215,7 +214,7 @@ def _cost(count: int) -> dict[str, float]:
 def _settled(part: str, specs: list[RunSpec], model: FlatModel) -> tuple[Iterator[list[Outcome]], Outcome, float]:
     """Return our simulation after its start-up, its first outcome, and the seconds of the start-up."""
     began = time.perf_counter()
-    ours = simulate(specs, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, batch_size=32)
+    ours = simulate(specs, model, rounds=1 + SETTLED[part] + 3 * ROUNDS, **TRAINING)
     outcome = next(ours)[0]
     for _ in range(SETTLED[part]):
         next(ours)
@@ -251,6 +250,7 @@ def _compared(part: str, turns: list[dict[str, float]], differences: dict[str, f
     return {
         "ms_a_round": {name: round(1000 * took, 3) for name, took in times.items()},
         "times_faster_than": ratios,
+        "bars": {name: BARS[part][name] for name in ratios},
         "smallest_ratio_over_its_bar": round(min(ratio / BARS[part][name] for name, ratio in ratios.items()), 3),
         "difference_after_one_round": differences,
     }

@@ -155,10 +155,17 @@ def deleted() -> str:
 
 def sides(line: dict[str, Any]) -> str:
     """Return one row per implementation."""
+    ratios, bars = line["times_faster_than"], line["bars"]
     rows = "".join(
-        f"| {name} | {ms} | {line['times_faster_than'].get(name, 1)} |\n" for name, ms in line["ms_a_round"].items()
+        f"| {name} | {ms} | {ratios.get(name, 1)} | {verdict(ratios[name], bars[name]) if name in bars else ''} |\n"
+        for name, ms in line["ms_a_round"].items()
     )
-    return f"| implementation | ms per round | speed-up of ours |\n| --- | --- | --- |\n{rows}"
+    return f"| implementation | ms per round | speed-up of ours | bar |\n| --- | --- | --- | --- |\n{rows}"
+
+
+def verdict(ratio: float, bar: float) -> str:
+    """Return a bar, and whether the ratio misses it."""
+    return f"{bar}" if ratio >= bar else f"{bar}, **missed**"
 
 
 def peers(cpu: dict[str, Any]) -> str:

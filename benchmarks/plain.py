@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from waffle_fl.batches import Batches
+from waffle_fl.batches import Batches, Remainder
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
@@ -28,11 +28,19 @@ class PlainLoop:
     """FedAvg or SCAFFOLD over the agents of one federation."""
 
     def __init__(
-        self, module: nn.Module, model: FlatModel, federation: Federation, seed: int, *, batch_size: int, lr: float
+        self,
+        module: nn.Module,
+        model: FlatModel,
+        federation: Federation,
+        seed: int,
+        *,
+        batch_size: int,
+        lr: float,
+        remainder: Remainder = "spread",
     ) -> None:
         self.module = module.to(model.device)
         self.federation, self.lr = federation, lr
-        self.batches = Batches([federation], [seed], batch_size, 1, torch.float32)
+        self.batches = Batches([federation], [seed], batch_size, 1, torch.float32, remainder=remainder)
         self.x = model.init(seed).params
         self.c = torch.zeros_like(self.x)
         self.c_i = [torch.zeros_like(self.x) for _ in range(federation.agents)]

@@ -257,3 +257,12 @@ def test_repeated_gradients_have_the_same_bits() -> None:
     gradients(model, 5)
     assert torch.equal(first, gradients(model, 8)[0])
     assert torch.equal(first, gradients(FlatModel(LeNet5), 8)[0])
+
+
+@pytest.mark.parametrize("uses_onednn", [False, True])
+def test_both_libraries_multiply_in_float32(uses_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With oneDNN's products and with torch's, a gradient in float32 is the module's up to rounding."""
+    if uses_onednn and not windows_module.HAS_ONEDNN:
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(windows_module, "USES_ONEDNN", uses_onednn)
+    torch.testing.assert_close(*gradients(FlatModel(LeNet5), 31), rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 
 from flower_harness import Grid, bits, federation, run_job, run_simulation, small_config, without_waiting
 from waffle_fl.config import RunConfig, check_run
-from waffle_fl.deploy import privacy_budget
+from waffle_fl.deploy import privacy_budget, server_app
 from waffle_fl.deploy.introductions import PEERS
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.overview import lines_of, overview
@@ -33,8 +33,10 @@ from waffle_fl.engines import masked_parts, masked_round
 from waffle_fl.engines.flower import masked_server_run
 from waffle_fl.engines.flower.masked_messages import FirstRequest
 from waffle_fl.engines.flower.messages import Message, packed, unpacked
+from waffle_fl.engines.flower.server_run import initial_run_state
+from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy.messages import MaskedSums
+from waffle_fl.privacy.messages import DealerWord, MaskedSums
 from waffle_fl.privacy.phases import REPLIES, REQUESTS, OpenReply, Revealed, SketchReply, SumReply, SumRequest
 from waffle_fl.privacy.wire import read, written
 from waffle_fl.randomness import noise
@@ -282,6 +284,22 @@ def test_for_one_update_sites_help_to_read_one_sum(folder: Path, tmp_path: Path)
     assert attempts == [0, 0, 1]  # other batches, so other updates
 
 
+def test_a_site_deals_for_its_own_pairs_only(folder: Path, tmp_path: Path) -> None:
+    """A site that also sends a dealer's word for another pair does not change the distance of that pair."""
+
+    def lie(name: str, request: Message, reply: Message) -> Message:
+        if name == "d" and phase_of(request) == "deal":
+            one = reply_of(request, reply)
+            (label,) = reply.payloads
+            words = (*one.words, *(DealerWord(3, i, np.ones(1, np.uint64)) for i in (1, 4)))
+            return dataclasses.replace(reply, payloads={label: written(dataclasses.replace(one, words=words))})
+        return reply
+
+    run = RUNS["directions with a dealer"]
+    run_job(folder, run, tmp_path / "run", Grid(folder, lie))
+    assert bits(tmp_path / "run")[0] == simulated(run, tmp_path)[0]
+
+
 def test_a_site_that_lies_about_its_mask_is_noticed(folder: Path, tmp_path: Path) -> None:
     """A false sum spoils its round, which begins again; after three the job stops, and nothing was read."""
 
@@ -304,9 +322,9 @@ def test_a_site_that_lies_about_its_mask_is_noticed(folder: Path, tmp_path: Path
     ("phase", "payload"),
     [
         ("open", b"no message"),
-        ("open", written(OpenReply(0, 0.0, 0.0, 1.0, ()))),
-        ("open", written(OpenReply(77, 0.0, 0.0, 1.0, ()))),
-        ("compare", written(SketchReply({"weights": ()}))),
+        ("open", written(OpenReply(0, 0.0, 0.0, 1.0, (), ()))),
+        ("open", written(OpenReply(77, 0.0, 0.0, 1.0, (), ()))),
+        ("compare", written(SketchReply({"dy": ()}))),
         ("sum", written(SumReply((MaskedSums(3, np.zeros(7, np.uint32)),)))),
         ("sum", written(SumReply((MaskedSums(1, np.zeros(7, np.uint32)),)))),
         ("reveal", written(Revealed(3, {0: b"short"}, {}))),
@@ -340,7 +358,7 @@ def test_a_server_that_lies_about_the_weights_reads_nothing(folder: Path, tmp_pa
     tables = {
         part: {i: 1 - 1e-6 if i == 1 else 1e-7 for i in table} for part, table in honest.announced.weights.items()
     }
-    lie = SumRequest(dataclasses.replace(honest.announced, weights=tables), ())
+    lie = SumRequest(dataclasses.replace(honest.announced, weights=tables), (), False)
     site, session = Site(folder / "sites" / "b"), opened.fields["tasks"][0]["session"]
 
     def answer(request: Message, session: int, payload: bytes) -> dict[str, Any]:
@@ -492,3 +510,61 @@ def test_a_server_that_tells_sites_other_things_reads_nothing(folder: Path, tmp_
 
     with pytest.raises(WaffleError, match="round 1 was rejected 3 times"):
         run_job(folder, config(1), tmp_path / "run", Lying(folder))
+
+
+def answer_of(site: Site, request: Message, **task: Any) -> dict[str, Any]:
+    """Return a site's answer to a request of an earlier round with other fields in its task."""
+    tasks = [{**request.fields["tasks"][0], **task}]
+    with site.ledger.alone():
+        reply = site.respond(Message({**request.fields, "tasks": tasks}, request.payloads), "again")
+    return dict(next(iter(reply.fields["courses"].values())))
+
+
+def request_of(grid: Grid, phase: str, site: str = "b") -> Message:
+    return next(request for name, request in grid.requests if name == site and phase_of(request) == phase)
+
+
+def test_a_mask_hides_one_update(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site whose update is another one than when it began the session, on other data say, does not reply again."""
+    grid = Grid(folder)
+    run_job(folder, config(1), tmp_path / "run", grid)
+    opened = request_of(grid, "open")
+    assert "error" not in answer_of(Site(folder / "sites" / "b"), opened)
+    kept = (folder / "sites" / "b" / "state").rglob("masks.update")
+    before = [path.read_bytes() for path in kept]
+    train = SiteTrainer.train
+
+    def changed(self: SiteTrainer, *arguments: Any) -> Any:
+        after, up = train(self, *arguments)
+        return after, up._replace(dy=up.dy * 1.01)
+
+    monkeypatch.setattr(SiteTrainer, "train", changed)
+    assert "differs from that of the session" in answer_of(Site(folder / "sites" / "b"), opened)["error"]
+    assert [path.read_bytes() for path in (folder / "sites" / "b" / "state").rglob("masks.update")] == before
+
+
+def test_for_one_attempt_sites_help_to_read_one_sum(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that repeats a round from a model that hardly differs gets no second sum of nearly the same updates."""
+    run_job(folder, config(1), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+
+    def moved(*arguments: Any) -> Any:
+        state = initial_run_state(*arguments)
+        return dataclasses.replace(state, server=state.server._replace(x=state.server.x + 1e-9))
+
+    monkeypatch.setattr(server_app, "initial_run_state", moved)
+    JobRunner(folder, Job.open(folder, "run"), Grid(folder)).run_all()
+    lines = [line["read"]["at"] for line in ledger_of(folder, "b") if "read" in line]
+    assert [line.split(", ")[-1] for line in lines] == ["attempt 0", "attempt 1"]
+
+
+def test_no_site_trains_from_a_state_of_the_server(folder: Path, tmp_path: Path) -> None:
+    """A server that could choose the states of all agents but one would know all updates but one."""
+    grid = Grid(folder)
+    run_job(folder, config(1), tmp_path / "run", grid)
+    opened = request_of(grid, "open")
+    session = opened.fields["tasks"][0]["session"]
+    error = answer_of(Site(folder / "sites" / "b"), opened, session=session + 1, restored=True)["error"]
+    assert "no site trains from a state that the server sends" in error

@@ -12,10 +12,11 @@ import torch
 from benchmarks.private_rounds import KINDS, table_of
 
 from conftest import make_federation, outcomes_of, refusal, shared_model
-from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WeightErosion, simulate
+from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WaffleKin, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
 from waffle_fl.config import check_run
+from waffle_fl.engines.masked_round import MaskedRound
 from waffle_fl.engines.run_spec import Outcome, own_net
 from waffle_fl.experiment import Runtime, device_of, federation_of, model_of
 from waffle_fl.experiment.factories import simulation_options
@@ -34,6 +35,9 @@ METHODS = {
     "decay and momentum": Waffle(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
     "averaged": Scaffold(replace(STEP, averaging=0.5)),
     "adam": FedAvg(Adam(0.01)),
+    "waffle-kin": WaffleKin(STEP),
+    "waffle-kin, yielding": WaffleKin(STEP, yielding=3.0, head_layers=2),
+    "waffle-kin, decay": WaffleKin(SGD(0.05, lr_decay=0.9)),
 }
 
 
@@ -137,7 +141,7 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
         up.dy[3] *= 30
         return up
 
-    spec = spec_of(METHODS[method], tamper=tamper)
+    spec = RunSpec(METHODS[method], make_federation((*SIZES, 21, 18)), 1, tamper=tamper)
     for outcome in outcomes_of(spec, shared_model(), rounds=2, guard="standard", privacy="masked"):
         assert {"agent 1", "agent 2", "agent 3"} <= outcome.measured["screened"].keys()
         assert [outcome.measured["weights"][i] for i in (1, 2, 3)] == [0, 0, 0]
@@ -145,6 +149,19 @@ def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None
     masked = trained(METHODS[method], guard="standard")
     reasons = [{k: v for k, v in o.measured.get("screened", {}).items() if v != "clipped"} for o in honest]
     assert all(a.items() <= o.measured.get("screened", {}).items() for a, o in zip(reasons, masked, strict=True))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_sum_of_one_update_is_not_read(method: str) -> None:
+    """A run in which only one agent's update is left stops, also if the others send control variates."""
+
+    def tamper(up: Any, r: int) -> Any:
+        up.dy[1:] *= -1
+        return up
+
+    options: dict[str, Any] = {"privacy": "masked", "guard": "standard"}
+    text = refusal(outcomes_of, spec_of(METHODS[method], tamper=tamper), shared_model(), **options)
+    assert "the sum would be its update" in text
 
 
 def test_an_update_that_cannot_be_used_is_left_out() -> None:
@@ -217,8 +234,16 @@ def test_digits_with_sketches() -> None:
     assert abs(masked[-1]["accuracy"] - last[0]) <= max(last) - min(last)
 
 
+@pytest.mark.parametrize("split", ["C", "A*"])
+def test_layers_of_digits_with_sketches(split: str) -> None:
+    """WAFFLE-kin's weights from sketches of each layer are within 0.02, and the accuracy is that of the clear run."""
+    clear, masked = (run("waffle-kin", "digits", rounds=4, split=split, privacy=p) for p in ("off", "masked"))
+    assert max(difference(clear, masked)) < 0.02
+    assert masked[-1]["accuracy"] == pytest.approx(clear[-1]["accuracy"], abs=0.01)
+
+
 @pytest.mark.data
-@pytest.mark.parametrize("method", ["waffle", "weight-erosion", "scaffold", "fedavg"])
+@pytest.mark.parametrize("method", ["waffle", "waffle-kin", "weight-erosion", "scaffold", "fedavg"])
 def test_heart_disease(method: str, published: Path) -> None:
     """On Heart Disease the masked run makes the same predictions as the clear one."""
     options = {"target": "disease", "rounds": 12, "alice": "cleveland"}
@@ -232,3 +257,28 @@ def test_the_tables_match_their_record(kind: str) -> None:
     """The tables in docs/privacy.md equal results/private-rounds.jsonl."""
     record = [json.loads(line) for line in (ROOT / "results" / "private-rounds.jsonl").read_text().splitlines()]
     assert table_of(kind, record) in (ROOT / "docs" / "privacy.md").read_text()
+
+
+def test_two_vectors_are_two_sums_of_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal steps the server of WAFFLE computes the control variates' sum with the weights of the next round, too.
+
+    docs/privacy.md says so. With two contributors both control variates follow.
+    """
+    seen: list[tuple[Any, list[float], Any]] = []
+    settled = MaskedRound.settled
+
+    def keep(self: MaskedRound) -> Any:
+        seen.append((self.server, self._decided.weights["dy"].tolist(), self.sums))
+        return settled(self)
+
+    monkeypatch.setattr(MaskedRound, "settled", keep)
+    method = Waffle(STEP, omega="constant(1)", psi="constant(0.9)", clip=0.0)
+    outcomes = outcomes_of(RunSpec(method, make_federation((16,) * 5), 1), shared_model(), rounds=3, privacy="masked")
+    before = outcomes[1].state.agents.c_i  # of round 2, known to the agents alone
+    server, weights, sums = seen[2]
+    steps = 2  # of 8 samples
+    computed = sums["c"] + server.c + sums["dy"] / (steps * STEP.lr)
+    torch.testing.assert_close(computed, torch.tensor(weights, dtype=torch.float64) @ before, rtol=0, atol=1e-5)
+    earlier = torch.tensor(seen[1][1], dtype=torch.float64)
+    torch.testing.assert_close(server.c, earlier @ before, rtol=0, atol=1e-5)
+    assert max(abs(a - b) for a, b in zip(weights, earlier.tolist(), strict=True)) > 1e-3

@@ -329,7 +329,7 @@ def test_the_order_of_tables() -> None:
     assert list(ALGORITHMS)[:8] == [
         *("local", "fedavg", "scaffold", "weight-erosion", "waffle", "waffle-kin", "apfl", "ditto"),
     ]
-    assert list(ALGORITHMS)[-1] == "feddbe"
+    assert list(ALGORITHMS)[-1] == "mr-mtl"
 
 
 def test_a_new_file_is_a_new_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,21 +47,25 @@ def messages() -> list[Any]:
     announced = one.contribute(rows, dict.fromkeys(range(4), 0.25))
     one.unmask(announced)
     words = np.arange(LENGTH, dtype=np.uint64)
-    vector, dealt, product = MaskedVector(1, 0, words), DealerWord(2, 1, words[:1]), ProductWord(1, 0, words[:1])
-    compare = CompareRequest(delivery, (0,), ("weights",))
-    sketches = SketchReply({"weights": (sketch,)})
+    vector, dealt, product = (
+        MaskedVector(1, 0, words, bytes(32)),
+        DealerWord(2, 1, words[:1]),
+        ProductWord(1, 0, words[:1]),
+    )
+    compare = CompareRequest(delivery, (0,), ("dy",))
+    sketches = SketchReply({"dy": (sketch,)})
     return [
         OpenRequest(True),
-        OpenReply(0, 1.5, 0.0, 2.0, (one.openings[1],)),
+        OpenReply(0, 1.5, 0.0, 2.0, (), (one.openings[1],)),
         compare,
         sketches,
         DealRequest(compare, {0: 2}, (3,)),
         DealtReply(sketches, (vector,), (dealt,)),
         ProductRequest((vector,), (dealt,)),
         Products((product,)),
-        SumRequest(announced, (delivery,)),
+        SumRequest(announced, (delivery,), False),
         SumReply((one.masked[1],)),
-        UnmaskRequest(announced, hub.request(one.masked)),
+        UnmaskRequest(announced, hub.request(one.masked), True),
         one.revealed[1],
         AloneRequest(),
         AloneReply(0, {"dy": ring.plain_bytes(rows[0])}),
@@ -87,7 +91,7 @@ def plain(message: Any) -> Any:
 def test_there_is_a_message_of_every_kind() -> None:
     """Every request and every reply of a phase is among the messages of these tests."""
     assert {type(message) for message in MESSAGES} == {*REQUESTS.values(), *REPLIES.values()}
-    assert REQUESTS.keys() == {"open", "compare", "deal", "product", "sum", "reveal", "alone"}
+    assert REQUESTS.keys() == {"open", "compare", "deal", "product", "first", "told", "sum", "reveal", "alone"}
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -117,20 +121,22 @@ def test_damaged_messages_are_refused_in_one_line(message: Any) -> None:
 
 def test_replies_of_other_sizes_are_not_well_formed() -> None:
     """The server uses no reply with parts or lengths that an agent would not send."""
-    sizes = MessageSizes({"dy": LENGTH}, {"dy": LENGTH}, LENGTH)
+    sizes = MessageSizes({"dy": LENGTH}, {"dy": LENGTH}, LENGTH, directions=False, first=False)
     good = {type(m): m for m in MESSAGES if type(m) in REPLIES.values()}
     assert all(is_well_formed(message, sizes, SKETCH) for message in good.values())
-    opening, sketch = good[OpenReply].openings, good[SketchReply].sketches["weights"][0]
-    vector = MaskedVector(1, 0, np.zeros(3, np.uint64))
+    opening, sketch = good[OpenReply].openings, good[SketchReply].sketches["dy"][0]
+    vector = MaskedVector(1, 0, np.zeros(3, np.uint64), bytes(32))
     bad = [
-        OpenReply(0, 1.0, 0.0, 1.0, ()),
-        OpenReply(0, 1.0, 0.0, 1.0, opening * 2),
-        OpenReply(2, 1.0, 0.0, 1.0, opening),
-        OpenReply(99, 1.0, 0.0, 1.0, ()),
-        OpenReply(0, -1.0, 0.0, 1.0, opening),
-        OpenReply(0, 1.0, 0.0, 0.0, opening),
-        SketchReply({"weights": (dataclasses.replace(sketch, content=b"abcdef"),)}),
-        SketchReply({"weights": (dataclasses.replace(sketch, content=b"abc"),)}),
+        OpenReply(0, 1.0, 0.0, 1.0, (), ()),
+        OpenReply(0, 1.0, 0.0, 1.0, (), opening * 2),
+        OpenReply(2, 1.0, 0.0, 1.0, (), opening),
+        OpenReply(99, 1.0, 0.0, 1.0, (), ()),
+        OpenReply(0, -1.0, 0.0, 1.0, (), opening),
+        OpenReply(0, 1.0, 0.0, 0.0, (), opening),
+        OpenReply(0, 1.0, 0.0, 1.0, (1.0,), opening),
+        SketchReply({"c": (sketch,)}),
+        SketchReply({"dy": (dataclasses.replace(sketch, content=b"abcdef"),)}),
+        SketchReply({"dy": (dataclasses.replace(sketch, content=b"abc"),)}),
         DealtReply(good[SketchReply], (vector,), ()),
         DealtReply(good[SketchReply], (), (DealerWord(2, 1, np.zeros(0, np.uint64)),)),
         Products((ProductWord(1, 0, np.zeros(2, np.uint64)),)),
@@ -140,6 +146,10 @@ def test_replies_of_other_sizes_are_not_well_formed() -> None:
         AloneReply(0, {"dy": np.full(LENGTH, np.nan).tobytes()}),
     ]
     assert not any(is_well_formed(message, sizes, SKETCH) for message in bad)
+    two = sizes._replace(directions=True, first=True)
+    assert is_well_formed(OpenReply(0, 1.0, 0.0, 1.0, (1.0,), opening * 2), two, SKETCH)
+    for lengths, openings in (((), opening * 2), ((1.0,), opening), ((-1.0,), opening * 2)):
+        assert not is_well_formed(OpenReply(0, 1.0, 0.0, 1.0, lengths, openings), two, SKETCH)
 
 
 @pytest.mark.parametrize("kind", ["<f4", "<f8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import struct
 import typing
 from collections.abc import Collection
 
@@ -142,6 +143,30 @@ def test_exact_distances_need_both_words() -> None:
     assert "once" in refusal(one.sides[2].deal, 1, ALICE, 3000)
 
 
+def test_a_lying_server_gets_no_inner_product_of_its_choice() -> None:
+    """Agents refuse a dealer that the server has chosen, a vector that their partner has not sent, and another role."""
+    rows, one = rows_of(AGENTS, 30), PrivateRound(AGENTS)
+    one.open(30)
+    dealer = dealer_for(1, ALICE, range(AGENTS))
+    for other in (ALICE, 1, 7):
+        step = PrivateRound(AGENTS)
+        step.open(30)
+        assert "expected another dealer" in refusal(step.sides[1].mask_vector, ALICE, rows[1], 1.0, other, False)
+        assert "expected another dealer" in refusal(step.sides[ALICE].mask_vector, 1, rows[0], 1.0, other, True)
+    assert "expected another dealer" in refusal(one.sides[5].deal, 1, ALICE, 30)
+    dealt = one.sides[dealer].deal(1, ALICE, 30)
+    to_alice = one.sides[1].mask_vector(ALICE, rows[1], 1.0, dealer, hers=False)
+    to_agent = one.sides[ALICE].mask_vector(1, rows[ALICE], 1.0, dealer, hers=True)
+    chosen = dataclasses.replace(to_agent, words=to_agent.words + np.uint64(1))
+    assert "has sent" in refusal(one.sides[1].product_word, chosen, dealt)
+    assert "has sent" in refusal(one.sides[ALICE].product_word, dataclasses.replace(to_alice, tag=b""), None)
+    two = PrivateRound(AGENTS)
+    two.open(30)
+    two.sides[1].mask_vector(ALICE, rows[1], 1.0, dealer, hers=False)
+    to_agent = two.sides[ALICE].mask_vector(1, rows[ALICE], 1.0, dealer, hers=True)
+    assert "unless this agent is Alice" in refusal(two.sides[1].product_word, to_agent, None)
+
+
 def test_two_agents_that_both_act_as_alice_use_other_masks() -> None:
     """A server that names each of two agents Alice towards itself cannot subtract their updates."""
     one, row = PrivateRound(AGENTS), rows_of(1, 4000)[0]
@@ -204,7 +229,7 @@ def test_a_server_with_one_of_a_pair_reads_the_other_s_count_sketch_alone(hers: 
         one = PrivateRound(AGENTS)
         one.open(count)
         sent.append(ring.unpacked(one.sides[me].sketch(other, compress(update, size, key), 1.0, ALICE).content))
-    secret = derive(secrets_of("test", AGENTS)[other][me], f"sketch weights for {ALICE}", one.sides[me]._transcript)
+    secret = derive(secrets_of("test", AGENTS)[other][me], f"sketch dy for {ALICE}", one.sides[me]._transcript)
     masks = words_of_sketch(np.zeros(size), 1.0, secret, hers)  # both of a pair can remove them
     read = [((words - masks)[:-1] << np.uint64(16)).view(np.int64) / 2.0**31 for words in sent]
     assert np.abs(read[0] - read[1]).max() <= 2.0**-14
@@ -318,6 +343,15 @@ def test_steps_have_an_order() -> None:
     assert "first" in refusal(side.contribute, Announcement({"dy": WEIGHTS}), {})
 
 
+def test_no_sum_follows_the_shares() -> None:
+    """An agent that has revealed shares, as if its own sum had arrived, sends no sum any more."""
+    one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
+    one.open(LENGTH)
+    announced = one.server.announce({"dy": WEIGHTS})
+    one.sides[1].reveal(RevealRequest(tuple(WEIGHTS), ()), announced)
+    assert "before that for shares" in refusal(one.sides[1].contribute, announced, {"dy": Numbered(rows[1], 1.0)})
+
+
 def test_each_step_is_taken_once() -> None:
     """An agent answers no second request of a round, which could compare two sums."""
     one, rows = PrivateRound(AGENTS), rows_of(AGENTS, LENGTH)
@@ -337,6 +371,20 @@ def test_a_delivery_without_the_own_salt_is_refused() -> None:
     hub = server.MaskingServer(range(AGENTS), one.at, {"dy": (LENGTH, 1.0)})
     deliveries = hub.deliver([*openings[:-1], PrivateRound(AGENTS, seed=9).sides[-1].open()])
     assert "own salt" in refusal(one.sides[-1].receive, deliveries[AGENTS - 1])
+
+
+def test_other_views_of_a_round_have_other_digests() -> None:
+    """Neither salts nor weights that are cut in another way give the same digest."""
+    one = PrivateRound(AGENTS)
+    openings = [side.open() for side in one.sides]
+    (delivery, *_) = server.MaskingServer(range(AGENTS), one.at, {"dy": (1, 1.0)}).deliver(openings).values()
+    joined = delivery.salts[8] + struct.pack("<q", 9) + delivery.salts[9]
+    salts = {i: salt for i, salt in delivery.salts.items() if i < 8} | {8: joined}
+    assert transcript_of(one.at, range(AGENTS), salts) == transcript_of(one.at, range(AGENTS), delivery.salts)
+    assert "own salt" in refusal(one.sides[0].receive, messages.Delivery(salts, {}))
+    entry = struct.pack("<qd", 2, 0.0).decode()
+    tables = {"dy": {1: 0.5, 2: 0.0}}, {"dy": {1: 0.5}, entry: {}}
+    assert len({Announcement(table).binding(b"") for table in tables}) == 2
 
 
 def test_the_server_holds_no_keys() -> None:

@@ -216,6 +216,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, here: Path)
     assert 'pip install "waffle-fl[ray]"' in refusal(waffle("bench", file, "--on", "ray"))
 
 
+def test_a_wrong_address_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """A misspelt address is reported at once, wherever it comes from: Ray would try to connect for minutes."""
+    file = toml(here, 'methods = ["fedavg"]\nrounds = 1\nsamples_per_agent = 20\n')
+    for address, text in [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+        ("ray://[::1]:1", "no Ray cluster answers at"),
+        ("127.0.0.1:99999", "no Ray cluster answers at"),
+        ("6379", "expected the address of a Ray cluster such as"),
+    ]:
+        assert f"--address: {text}" in refusal(waffle("bench", file, "--on", "ray", "--address", address))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "RAY_ADDRESS: no Ray cluster" in refusal(waffle("bench", file, "--on", "ray"))
+
+
 def test_the_page_shows_the_files_of_schedulers() -> None:
     """docs/how-to/cluster.md has the files of packaging/ray as they are; shell and YAML can be read."""
     page = (ROOT / "docs" / "how-to" / "cluster.md").read_text()

@@ -398,7 +398,7 @@ def test_opposite_updates_separate_at_once() -> None:
     """An agent whose head moves against Alice's starts the next round with its own head, with weight 0 in hers."""
     algorithm = fitted(WaffleKin(LR, yielding=0.0))
     net = shared_model().init(3)
-    server, _ = algorithm.init(net, 3)
+    server, agents = algorithm.init(net, 3)
     head = algorithm.cut.sizes[-1]
     dy = torch.ones(3, len(net.params), dtype=net.params.dtype)
     dy[2, -head:] = -1
@@ -406,7 +406,7 @@ def test_opposite_updates_separate_at_once() -> None:
     context = Round(1, 9, torch.tensor(0), steps > 0, steps > 0, steps, steps, 1)
     server, info = algorithm.aggregate(server, FedAvg(LR).finish(*_trained(dy))[1], context)
     assert info.head.tolist() == [0.5, 0.5, 0.0]
-    starts = algorithm.broadcast(server, 3).x
+    starts = algorithm.begin(algorithm.broadcast(server, 3), agents._replace(y=server.y)).y
     assert torch.equal(starts[1], server.x)
     assert torch.equal(starts[2, :-head], server.x[:-head])
     assert torch.equal(starts[2, -head:], net.params[-head:] - 1)

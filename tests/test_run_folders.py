@@ -176,7 +176,7 @@ def test_other_data_behind_the_same_name_is_refused(tmp_path: Path, monkeypatch:
         y[0] = (y[0] + 1) % 10
         return dataclasses.replace(federation, y=y)
 
-    monkeypatch.setattr(experiment.execution, "federation_of", with_changed_label)
+    monkeypatch.setattr(experiment.prepared_run, "federation_of", with_changed_label)
     with pytest.raises(WaffleError, match=r"holds another run: provenance\.data was"):
         finish(folder, config())
 

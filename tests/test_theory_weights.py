@@ -36,10 +36,10 @@ from theory_support import (
 )
 from waffle_fl.algorithms import SGD, Net
 from waffle_fl.algorithms.contract import angular_distance
-from waffle_fl.algorithms.fedavg import Down, FedAvg, Up
+from waffle_fl.algorithms.fedavg import FedAvg, Up
 from waffle_fl.algorithms.schedules import evaluate
 from waffle_fl.algorithms.waffle import Waffle, calc_weights
-from waffle_fl.algorithms.waffle_kin import Cut, WaffleKin
+from waffle_fl.algorithms.waffle_kin import Cut, Down, WaffleKin
 
 READINGS = ("max", "range")
 
@@ -488,10 +488,10 @@ def test_averaging_reduces_noise(seed: int) -> None:
     _, agents = algorithm.init(Net(models[0], models[0, :0]), 1)
     error = {}
     for r, x in enumerate(models[:rounds], 1):
-        down = Down(x[None], x[None, :0])
+        down = Down(x[None], x[None, :0], torch.ones(1, 1))
         agents, _ = algorithm.finish(down, agents, algorithm.begin(down, agents))
         if r in (100, 200, 400):
-            weights = algorithm.personal(SimpleNamespace(x=models[r], stats=models[0, :0]), agents, 1).params[0]
+            weights = algorithm.personal(Down(models[r], models[0, :0], torch.ones(1, 1)), agents, 1).params[0]
             assert weights.sum().item() == pytest.approx(1)
             assert (weights >= 0).all()
             error[r] = abs(weights.square().sum().item() - 1 / (averaging * (2 - averaging) * r))
@@ -512,7 +512,7 @@ def test_own_share_moves_alice_to_her_optimum(seed: int) -> None:
     options: Any = {"clip": 0.0, "own": own, "averaging": averaging, "cut": Cut((case.size,), (False,))}
     algorithm = WaffleKin(SGD(lr), yielding=0.0, **options)
     *_, (server, _, _) = play(algorithm, case.problem.grad, rest, steps, rounds)
-    agents = SimpleNamespace(mean=server.mean, mean_stats=server.mean_stats, rounds=server.rounds)
+    agents = SimpleNamespace(y=server.y, mean=server.mean, mean_stats=server.mean_stats, rounds=server.rounds)
     assert close(server.x, rest)
     factor = case.eye - own * (1 - 1 / (averaging * rounds)) * (case.eye - case.powers(lr, K)[0])
     assert close(algorithm.personal(server, agents, case.agents).params[0] - optimum, factor @ (rest - optimum))

@@ -369,12 +369,16 @@ def test_a_storage_elsewhere_gives_the_same_search(url: str, full_search: Path, 
 
 
 def test_wrong_storages_end_in_one_line(full_search: Path, tmp_path: Path) -> None:
-    """A URL of no storage, a missing database, a folder with its own study: one line without the password."""
-    for url in ("nowhere", "oracle9://me:secret@host/name", f"sqlite:///{tmp_path}/none/search.db"):
+    """A URL of no storage, a missing database, another file, a folder with its own study: one line, no password."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("not a journal\n")
+    missing = f"sqlite:///{tmp_path}/none/search.db"
+    for url in ("nowhere", "oracle9://me:secret@host/name", missing, f"journal:{notes}"):
         shown = tune(tmp_path / "tune", "--trials", "1", "--storage", url)
         assert shown.code == 2
         assert "storage: expected a URL" in shown.err
         assert "secret" not in shown.err
         assert len(shown.err.splitlines()) == 1
+    assert notes.read_text() == "not a journal\n"
     shown = tune(full_search, "--trials", "8", "--parallel-trials", "4", "--storage", f"journal:{tmp_path}/log")
     assert "leave --storage out" in shown.err

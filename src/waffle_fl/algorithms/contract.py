@@ -104,11 +104,20 @@ class Round(NamedTuple):
     asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
 
 
+class Angles(NamedTuple):
+    """How several vectors of each agent lie to Alice's, for methods with `compares_directions`."""
+
+    cosines: Tensor  # (N, L); 0 where a vector is 0
+    lengths: Tensor  # (N, L)
+
+
 class Seen(NamedTuple):
     """What a server needs to know about the updates of a round before it weighs them."""
 
     distances: Weights  # of each agent from Alice, in what the method compares; not read where nothing was received
     length: Tensor | None = None  # of Alice's update, for methods with `reads_length`
+    angles: Angles | None = None
+    totals: Mapping[str, float] = {}  # lengths of the sums with `first_weights`, by name; without those not computed
 
 
 @dataclass(frozen=True)

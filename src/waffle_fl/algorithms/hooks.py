@@ -153,6 +153,10 @@ class AggregatesSums(Protocol):
     The parts of a sum are named: `dy` for updates, `stats` for normalisation statistics. A class that needs the length
     of Alice's update sets `reads_length = True`. Sums are divided by the weight of the agents that did not drop out,
     except the parts that are named in `sums_of_changes`.
+
+    A class that compares several rows of an agent sets `compares_directions = True`, and gets `Seen.angles`. One whose
+    parts have different contributors sets `sums_by_layer = True`: a part with one contributor is not summed. Fields of
+    `Down` that differ between agents are named in `sent_to_each`.
     """
 
     def needs_updates(self) -> str:
@@ -176,6 +180,18 @@ class AggregatesSums(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsFirstSum(Protocol):
+    """Weighs by the length of a weighted sum of what is compared, besides the hook `AggregatesSums`."""
+
+    def first_weights(self, server: State, seen: Seen, now: Round) -> dict[str, Weights]:
+        """Return the weights in the sums whose lengths are needed, by the name of what is compared.
+
+        They sum to 1. A sum that the floors of agents do not allow is left out of `Seen.totals`.
+        """
+        ...
+
+
 HOOKS = {
     "helper": HasHelper,
     "scored_on": HasCandidates,
@@ -196,4 +212,5 @@ HOOKS = {
     "summed_rows": AggregatesSums,
     "weigh": AggregatesSums,
     "combine": AggregatesSums,
+    "first_weights": ReadsFirstSum,
 }

@@ -74,6 +74,10 @@ class LrDecay(Wrapper):
         method: Any = self._at(down.round_lr[:, None])
         return method.summed_rows(inner_state(down), agents, up, steps)  # type: ignore[no-any-return]
 
+    def _first_weights(self, server: State, seen: Seen, now: Round) -> dict[str, Weights]:
+        method: Any = self._at(server.round_lr)
+        return method.first_weights(inner_state(server), seen, now)  # type: ignore[no-any-return]
+
     def _weigh(self, server: State, seen: Seen, now: Round) -> tuple[State, dict[str, Weights], State]:
         method: Any = self._at(server.round_lr)
         after, weights, info = method.weigh(inner_state(server), seen, now)

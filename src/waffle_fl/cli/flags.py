@@ -96,17 +96,24 @@ def _name(argument: Any) -> str:
 
 
 def _flags(kind: Any, lists: bool = False) -> list[str]:
-    """Return every flag of a dataclass and of the dataclasses inside it, or those that take several values."""
+    """Return every flag of a dataclass and of the dataclasses inside it, or those that take a list at once."""
     names: list[str] = []
-    hints = typing.get_type_hints(kind) if lists else {}
+    hints = typing.get_type_hints(kind, include_extras=True) if lists else {}
     for field in dataclasses.fields(kind):
         inner = field.default_factory if field.default_factory is not dataclasses.MISSING else None
         if inner is not None and dataclasses.is_dataclass(inner):
             names += _flags(inner, lists)
-        elif not lists or typing.get_origin(hints[field.name]) is tuple:
+        elif not lists or _takes_a_list(hints[field.name]):
             flag = field.name.replace("_", "-")
             names += [f"--{flag}", f"--no-{flag}"] if field.default is True else [f"--{flag}"]
     return names
+
+
+def _takes_a_list(hint: Any) -> bool:
+    """Return whether a flag takes several values at once. A flag that appends takes one, and may be given again."""
+    markers = getattr(hint, "__metadata__", ())
+    kind = typing.get_args(hint)[0] if markers else hint
+    return typing.get_origin(kind) is tuple and tyro.conf.UseAppendAction not in markers
 
 
 @cache

@@ -28,7 +28,7 @@ from waffle_fl.deploy.policy import Policy, Refused
 from waffle_fl.deploy.site_store import PRIVATE, Ledger
 from waffle_fl.engines.flower.masked_messages import FirstRequest, SessionTerms
 from waffle_fl.engines.flower.messages import Request
-from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
+from waffle_fl.engines.masked_agent import UpdateReader, round_agent
 from waffle_fl.engines.masked_parts import TrainedRow
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
@@ -108,13 +108,22 @@ class MaskedSite:
                     "set back, correct it"
                 )
         self._check_alone(start)
+        if self.policy.min_contributors > 1 and hasattr(self.algorithm, "sent_to_each"):
+            raise Refused(
+                f"this site sends sums of at least {self.policy.min_contributors:g} contributors only "
+                "(min_contributors), which it cannot ensure with this method: the server chooses from which model each "
+                "of the others starts"
+            )
         self._secrets(first.terms)
         states = train()
+        update = digest(states[-1]._asdict(), {})
+        if kept and kept.session == task.session and kept.update != update:  # two updates under one mask
+            raise Refused("this site's update differs from that of the session: begin the round again")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_tensors(self._folder / UPDATE, {"session": str(task.session)}, _named(states))
         (self._folder / UPDATE).chmod(PRIVATE)
         if kept is None or kept.session < task.session:
-            update, seed = digest(states[-1]._asdict(), {}), secrets.token_bytes(32)
+            seed = secrets.token_bytes(32)
             kept = KeptSession(task.session, task.round, task.attempt, question, told, update, first.terms, seed, ())
         return self._answer(kept, start)
 
@@ -128,15 +137,21 @@ class MaskedSite:
         return self._answer(kept, one)
 
     def _summed(self, kept: KeptSession, request: PhaseRequest, content: bytes) -> dict[str, str]:
-        """Return the ledger's entry for a reply with which a sum can be read; refuse a second sum of one update.
+        """Return the ledger's entry for a reply with which a sum can be read; refuse a second one of a kind.
 
-        Each sum has other weights, so from as many sums as agents a server could compute every update.
+        Each sum has other weights, so from as many sums as agents a server could compute every update. A model that
+        differs in its last digit gives another update that is nearly the same, so the same holds for one attempt at a
+        round.
         """
         if not isinstance(request, UnmaskRequest | AloneRequest):
             return {}
-        entry = {"of": kept.update, "sum": hashlib.sha256(type(request).__name__.encode() + content).hexdigest()}
+        kind = " first" if isinstance(request, UnmaskRequest) and request.first else ""
+        at = f"{self.run}/{self.label}, round {kept.round}, attempt {kept.attempt}{kind}"
+        read = hashlib.sha256(type(request).__name__.encode() + content).hexdigest()
+        entry = {"of": kept.update + kind, "at": at, "sum": read}
         before = (line["read"] for line in self.ledger.lines() if "read" in line)
-        if any(one["of"] == entry["of"] and one["sum"] != entry["sum"] for one in before):
+        same = (one for one in before if one["of"] == entry["of"] or one.get("at") == at)
+        if any((one["of"], one["sum"]) != (entry["of"], read) for one in same):
             raise ReadBefore("this site has already helped to read another sum of the same updates")
         return entry
 
@@ -153,9 +168,13 @@ class MaskedSite:
         at = RoundId(f"{self.run}/{self.label}", kept.round, kept.attempt, kept.session, kept.told)
         floor = max(self.policy.min_contributors, self.settings.min_contributors)
         shared = self._secrets(kept.terms)
+
+        def side_at(at: RoundId) -> MaskingAgent:
+            draw = entropy_of(kept.seed + at.part.encode())
+            return MaskingAgent(self.agent, kept.terms.group, at, shared, floor, draw)
+
         try:
-            side = MaskingAgent(self.agent, kept.terms.group, at, shared, floor, entropy_of(kept.seed))
-            agent = RoundAgent(numbers, side, kept.terms.alice)
+            agent = round_agent(self.algorithm, numbers, at, kept.terms.alice, side_at)
             for earlier in kept.answered[:place]:
                 agent.recall(self._request(earlier))
             reply = written(agent.answer(request))

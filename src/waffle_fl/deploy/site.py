@@ -261,6 +261,8 @@ class RequestHandler:
         if bool(task.session) != self.masks and (task.session or task.round):
             wanted = "masked" if self.masks else "no masks"
             raise Refused(f"this run has {wanted} (privacy = {self.config.settings.privacy}), and the request does not")
+        if self.masks and task.restored:  # with a state of its choice the server would know the update
+            raise Refused("in a masked run no site trains from a state that the server sends")
         if task.session and not task.round:
             return self._go_on(payload)
         if task.session:
@@ -346,7 +348,9 @@ class RequestHandler:
     def _begin(self, first: FirstRequest, down: Any, agents: Any) -> bytes:
         """Train, and return the reply to the first phase of a private round."""
         question, model = self.questions["update"], self._data_and_model[1]
-        told = digest_of_told(self.config.to_json(), self.fields["known"], model.fingerprint(), down)
+        told = digest_of_told(
+            self.config.to_json(), self.fields["known"], model.fingerprint(), self.masked.algorithm, down
+        )
         reply, self.read = self.masked.begin(
             self.task, first, question, told, lambda: (down, agents, self._trained(down, agents))
         )
@@ -393,7 +397,9 @@ class RequestHandler:
         """Refuse to train if the agent's model, or any model in the broadcast, singles out rows."""
         trainer = self.trainer
         own = trainer.own_model(down, agents)
+        start = trainer.algorithm.begin(down, agents)._asdict()
         fields = [value for name, value in down._asdict().items() if name not in NO_MODELS]
+        fields += [start[name] for name in ("y",) if name in start]  # the model that is trained
         sent = [value.reshape(-1, trainer.model.size) for value in fields if value.shape[-1:] == (trainer.model.size,)]
         models = models_in(trainer.algorithm, trainer.model, own)
         known = [one.params for one in models]

@@ -42,8 +42,9 @@ def server_of(algorithm: Algorithm) -> Algorithm:
 
 
 def sums_rows(algorithm: Algorithm) -> bool:
-    """Whether the server needs nothing but distances and weighted sums."""
-    return isinstance(algorithm, AggregatesSums) and not algorithm.needs_updates()
+    """Whether the server needs nothing but distances and one weighted sum of each part."""
+    several = hasattr(algorithm, "first_weights")
+    return isinstance(algorithm, AggregatesSums) and not several and not algorithm.needs_updates()
 
 
 def check_method(algorithm: Algorithm, net: Net) -> None:

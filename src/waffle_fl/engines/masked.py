@@ -6,7 +6,7 @@ bytes derive from the run's seed: a simulation has no secrets, and the same conf
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -15,7 +15,7 @@ from torch import Tensor
 from waffle_fl.algorithms import Net
 from waffle_fl.algorithms.contract import row_of
 from waffle_fl.engines.aggregation import Aggregated, Registered, recorded
-from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader
+from waffle_fl.engines.masked_agent import RoundAgent, UpdateReader, round_agent
 from waffle_fl.engines.masked_parts import TrainedRow, sizes_of
 from waffle_fl.engines.masked_round import MaskedRound
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
@@ -58,7 +58,7 @@ class MaskedRounds:
         sides: dict[int, RoundAgent] = {}
         for i in one_round.group:
             numbers = self._reader.read(TrainedRow.of(i, states, known), self.federation.ids[i], r, attempt)
-            sides[i] = RoundAgent(numbers, self._side(i, one_round), int(known.alice))
+            sides[i] = round_agent(algorithm, numbers, at, int(known.alice), partial(self._side, i, one_round.group))
         while one_round.phase != "done":
             for i, request in one_round.requests.items():
                 one_round.receive(i, sides[i].answer(request))
@@ -73,10 +73,9 @@ class MaskedRounds:
         measured = {**recorded(facts, known.alice), "received": now.received, "codes": codes}
         return Aggregated(server, agents, own, measured)
 
-    def _side(self, agent: int, one_round: MaskedRound) -> MaskingAgent:
-        at, floor = one_round.at, self.settings.min_contributors
-        draw = self.entropy(agent, at.round, at.attempt)
-        return MaskingAgent(agent, one_round.group, at, self.secrets[agent], floor, draw)
+    def _side(self, agent: int, group: tuple[int, ...], at: RoundId) -> MaskingAgent:
+        draw = self.entropy(agent, at.round, at.attempt, at.part)
+        return MaskingAgent(agent, group, at, self.secrets[agent], self.settings.min_contributors, draw)
 
     def entropy(self, agent: int, *words: int | str) -> Entropy:
         """Return an agent's source of random bytes, which depends only on the run's seed and the words."""

@@ -5,7 +5,8 @@ The simulator calls it for every agent, and a site of a deployment for itself; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +14,14 @@ import torch
 
 from waffle_fl.algorithms import Net
 from waffle_fl.algorithms.contract import Rows, lengths
-from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, TrainedRow, unit_of
+from waffle_fl.engines.masked_parts import FIRST, GUARD, TrainedRow, rotated_size, unit_of
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
 from waffle_fl.guard import OK, TOO_LONG, screen
 from waffle_fl.privacy import ring, sketch
 from waffle_fl.privacy.agent import MaskingAgent, Numbered
 from waffle_fl.privacy.masks import KEY_BYTES
-from waffle_fl.privacy.messages import MaskedSketch
+from waffle_fl.privacy.messages import MaskedSketch, Opening, RoundId
 from waffle_fl.privacy.phases import (
     AloneReply,
     AloneRequest,
@@ -46,11 +47,13 @@ class UpdateNumbers(NamedTuple):
     """What an agent has computed from its update."""
 
     code: int  # OK, or why the update cannot be used
-    summed: Mapping[str, Numbered]  # by part
-    sketched: Mapping[str, tuple[Numbers, float]]  # by purpose: a count sketch of what is compared, and its unit
-    exact: tuple[tuple[Numbers, float], ...]  # the same without a sketch, for distances with a dealer
-    length: float
-    pull: float  # length of the control variate; 0 without one
+    summed: Mapping[str, Numbered] = {}  # by part
+    first: Mapping[str, Numbered] = {}  # of the sum before it, of which the length is read
+    sketched: Mapping[str, tuple[Numbers, float]] = {}  # by purpose: a count sketch of what is compared, and its unit
+    exact: tuple[tuple[Numbers, float], ...] = ()  # the same without a sketch, for distances with a dealer
+    length: float = 0.0
+    pull: float = 0.0  # length of the control variate; 0 without one
+    lengths: tuple[float, ...] = ()  # of the rows that are compared, if directions are
 
 
 def server_seen_by(algorithm: Any, down: Any, agents: Any) -> Any:
@@ -72,25 +75,34 @@ class UpdateReader:
         here = torch.ones(1, dtype=torch.bool, device=dy.device)
         code = int(screen(trained.up, torch.zeros_like(here, dtype=torch.int64)[0], here)[2][0])
         if code != OK:
-            return UpdateNumbers(code, {}, {}, (), 0.0, 0.0)
+            return UpdateNumbers(code)
         summed = self._summed(_numbers(algorithm.summed_rows(*trained)), ident, r, attempt)
         rows = _numbers(algorithm.compared_rows(*trained))
-        compared = [(numbers, unit_of(algorithm, name, r)) for name, numbers in rows.items()]
+        key, unit = count_sketch_key(self.seed, r, attempt), unit_of(algorithm, "dy", r)
+        first: dict[str, Numbered] = {}
+        measured: tuple[float, ...] = ()
+        if hasattr(algorithm, "first_weights"):
+            most = rotated_size(self.settings)
+            first = {name: Numbered(sketch.compress(row, most, key), unit) for name, row in rows.items()}
+        if getattr(algorithm, "compares_directions", False):
+            measured = tuple(float(np.linalg.norm(numbers)) for numbers in rows.values())
+            rows = {name: numbers / (size or 1.0) for (name, numbers), size in zip(rows.items(), measured, strict=True)}
+        compared = {name: (numbers, unit_of(algorithm, name, r)) for name, numbers in rows.items()}
         dealt = bool(rows) and self.settings.masked_distances == "dealer"
-        vectors = dict(zip((WEIGHTS,), [] if dealt else compared, strict=False))
+        vectors = {} if dealt else {**compared}
         if self.settings.guard != "off" and (dealt or "dy" not in rows):
-            vectors[GUARD] = _row(dy), unit_of(algorithm, "dy", r)
-        key = count_sketch_key(self.seed, r, attempt)
+            vectors[GUARD] = _row(dy), unit
         size = self.settings.sketch_size
-        sketched = {why: (sketch.compress(numbers, size, key), unit) for why, (numbers, unit) in vectors.items()}
+        sketched = {why: (sketch.compress(numbers, size, key), step) for why, (numbers, step) in vectors.items()}
+        exact = tuple(compared.values()) if dealt else ()
         fits = all(ring.holds(part.numbers, part.unit, ring.SUM_BITS) for part in summed.values())
-        fits = fits and all(sketch.fits(*one) for one in (*sketched.values(), *(compared if dealt else ())))
+        bounded = [(part.numbers, part.unit) for part in first.values()]
+        fits = fits and all(sketch.fits(*one) for one in (*sketched.values(), *exact, *bounded))
         length, pull = float(lengths(dy)[0]), 0.0
         if hasattr(algorithm, "new_control_variates"):
             server = server_seen_by(algorithm, trained.down, trained.agents)
             pull = float(lengths(algorithm.new_control_variates(server, trained.up, trained.steps))[0])
-        exact = tuple(compared) if dealt else ()
-        return UpdateNumbers(OK if fits else TOO_LONG, summed, sketched, exact, length, pull)
+        return UpdateNumbers(OK if fits else TOO_LONG, summed, first, sketched, exact, length, pull, measured)
 
     def _summed(self, parts: Mapping[str, Numbers], ident: int, r: int, attempt: int) -> dict[str, Numbered]:
         """Return the parts with the draws that round them. These need not be secret."""
@@ -109,10 +121,13 @@ class RoundAgent:
 
     A site answers each request in another process: `recall` repeats what the earlier ones have changed, and nothing
     that depends on the update alone. With the same random bytes every reply is the same again.
+
+    A second side has the secrets of a sum before the round's sum, for methods that need one.
     """
 
-    def __init__(self, own: UpdateNumbers, side: MaskingAgent, alice: int) -> None:
-        self.own, self._side, self._is_alice, self._alice = own, side, side.agent == alice, alice
+    def __init__(self, own: UpdateNumbers, side: MaskingAgent, first: MaskingAgent | None, alice: int) -> None:
+        self.own, self._side, self._first = own, side, first
+        self._is_alice, self._alice = side.agent == alice, alice
 
     def answer(self, request: PhaseRequest) -> PhaseReply:
         """Return the reply to the request of a phase."""
@@ -128,8 +143,8 @@ class RoundAgent:
                 return Products(tuple(self._side.product_word(vector, dealt) for vector in request.vectors))
             case SumRequest():
                 return self._sum(request)
-            case UnmaskRequest(announced, reveal):
-                return self._side.reveal(reveal, announced)
+            case UnmaskRequest(announced, reveal, first):
+                return self._side_of(first).reveal(reveal, announced)
             case AloneRequest():
                 return self._alone()
         raise WaffleError(f"expected a request of a private round, got {type(request).__name__}")
@@ -138,23 +153,37 @@ class RoundAgent:
         """Restore the state after an earlier request of this round, which was answered."""
         match request:
             case OpenRequest() if self.own.code == OK:
-                self._side.open()
+                self._openings()
             case CompareRequest(delivery):
                 self._side.receive(delivery)
             case DealRequest():
                 self._deal(request)
-            case SumRequest(announced, deliveries):
+            case SumRequest(announced, deliveries, first):
+                side = self._side_of(first)
                 for delivery in deliveries:
-                    self._side.receive(delivery)
-                if self._side.agent in announced.contributors:
-                    self._side.accept(announced)
+                    side.receive(delivery)
+                if side.agent in announced.contributors:
+                    side.accept(announced)
+            case UnmaskRequest(announced, reveal, first):
+                self._side_of(first).reveal(reveal, announced)
 
     def _open(self, measured: bool) -> OpenReply:
         floor = self._side.floor
         if self.own.code != OK:
-            return OpenReply(self.own.code, 0.0, 0.0, floor, ())
+            return OpenReply(self.own.code, 0.0, 0.0, floor, (), ())
         lengths = (self.own.length, self.own.pull) if measured else (0.0, 0.0)
-        return OpenReply(OK, *lengths, floor, openings=(self._side.open(),))
+        return OpenReply(OK, *lengths, floor, self.own.lengths, self._openings())
+
+    def _openings(self) -> tuple[Opening, ...]:
+        return tuple(side.open() for side in (self._side, self._first) if side)
+
+    def _side_of(self, first: bool) -> MaskingAgent:
+        side = self._first if first else self._side
+        if side is None:
+            raise WaffleError(
+                "expected a request for the only sum of the round, got one for a sum before it: refuse it"
+            )
+        return side
 
     def _alone(self) -> AloneReply:
         if not self._is_alice:
@@ -180,11 +209,22 @@ class RoundAgent:
         return DealtReply(sketches, tuple(vectors), tuple(words))
 
     def _sum(self, request: SumRequest) -> SumReply:
+        side = self._side_of(request.first)
         for delivery in request.deliveries:
-            self._side.receive(delivery)
-        if self._side.agent not in request.announced.contributors:
+            side.receive(delivery)
+        if side.agent not in request.announced.contributors:
             return SumReply(())
-        return SumReply((self._side.contribute(request.announced, self.own.summed),))
+        if request.first:
+            return SumReply((side.contribute_rotated(request.announced, self.own.first, self._alice),))
+        return SumReply((side.contribute(request.announced, self.own.summed),))
+
+
+def round_agent(
+    algorithm: Any, own: UpdateNumbers, at: RoundId, alice: int, side_at: Callable[[RoundId], MaskingAgent]
+) -> RoundAgent:
+    """Return an agent of a round; `side_at` makes its side of each sum."""
+    first = side_at(replace(at, part=FIRST)) if hasattr(algorithm, "first_weights") else None
+    return RoundAgent(own, side_at(at), first, alice)
 
 
 def count_sketch_key(seed: int, r: int, attempt: int) -> bytes:

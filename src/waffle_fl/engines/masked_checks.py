@@ -43,6 +43,8 @@ def masking_problem(algorithm: Any, able: int, settings: RoundSettings) -> str:
         problem = f"expected at least {FEWEST} agents with samples in a round, got {size}"
     if not problem and settings.min_contributors > size:
         problem = f"min_contributors: expected at most {size}, the agents of a round, got {settings.min_contributors:g}"
+    if not problem and settings.masked_distances == "dealer" and getattr(algorithm, "compares_directions", False):
+        problem = f"masked_distances: expected sketch with {_name(algorithm)}, which compares each layer, got dealer"
     if not problem and not importlib.util.find_spec("cryptography"):
         problem = "needs the package cryptography: pip install 'waffle-fl[private]'"
     return f"privacy = {settings.privacy}: {problem}" if problem else ""
@@ -50,13 +52,17 @@ def masking_problem(algorithm: Any, able: int, settings: RoundSettings) -> str:
 
 def _needs_updates(algorithm: Any) -> str:
     """Return why the server of this method needs single updates, or an empty string."""
-    name = type(getattr(algorithm, "unwrapped", algorithm)).__name__
+    name = _name(algorithm)
     if not isinstance(algorithm, AggregatesSums):
         able = ", ".join(known for known, kind in ALGORITHMS.items() if issubclass(kind, AggregatesSums))
         return f"{name} does not aggregate from distances and weighted sums alone; these methods do: {able}"
     if option := algorithm.needs_updates():
         return f"the server of {name} needs each update by itself with {option}"
     return ""
+
+
+def _name(algorithm: Any) -> str:
+    return type(getattr(algorithm, "unwrapped", algorithm)).__name__
 
 
 def masks_updates(algorithm: Any, settings: RoundSettings) -> bool:

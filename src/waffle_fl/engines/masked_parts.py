@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from waffle_fl.engines.aggregation import Registered
+from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.engines.tree import rows_of
 from waffle_fl.guard import OK, REASONS
 from waffle_fl.privacy import ring
@@ -21,9 +22,11 @@ from waffle_fl.privacy.phases import (
     SketchReply,
     SumReply,
 )
+from waffle_fl.privacy.rotation import LONGEST_ROTATED
 
 USUAL = {"stats": 256.0}  # the size of usual numbers of a part, if not 1; `unit_of` has that of updates
-WEIGHTS, GUARD = "weights", "guard"  # what distances are for
+GUARD = "guard"  # the purpose of a comparison of updates for the guard alone; others are named after what is compared
+FIRST = "first"  # the part of a `RoundId` of the sum with `first_weights`
 
 
 class TrainedRow(NamedTuple):
@@ -46,15 +49,18 @@ class MessageSizes(NamedTuple):
     """How many numbers a method's messages have."""
 
     parts: Mapping[str, int]  # of the sums, by part
-    compared: Mapping[str, int]  # of what distances compare, by name; at most one
+    compared: Mapping[str, int]  # of what distances compare, by name
     update: int
+    directions: bool  # whether directions are compared, and agents report lengths
+    first: bool  # whether there is a sum before the round's sum
 
 
 def sizes_of(algorithm: Any, trained: TrainedRow) -> MessageSizes:
     """Return the sizes of a method's messages, from any agent's state and update."""
     parts = {name: rows.shape[1] for name, rows in algorithm.summed_rows(*trained).items()}
     compared = {name: rows.shape[1] for name, rows in algorithm.compared_rows(*trained).items()}
-    return MessageSizes(parts, compared, trained.up.dy.shape[1])
+    directions = getattr(algorithm, "compares_directions", False)
+    return MessageSizes(parts, compared, trained.up.dy.shape[1], directions, hasattr(algorithm, "first_weights"))
 
 
 def unit_of(algorithm: Any, name: str, r: int) -> float:
@@ -63,17 +69,27 @@ def unit_of(algorithm: Any, name: str, r: int) -> float:
     return ring.unit_for(10 * sgd.lr * sgd.lr_decay ** (r - 1) if name == "dy" else USUAL.get(name, 1.0))
 
 
+def rotated_size(settings: RoundSettings) -> int:
+    """Return the most numbers of a part of a first sum; more are reduced by a count sketch."""
+    return min(settings.sketch_size, LONGEST_ROTATED)
+
+
 def is_well_formed(reply: PhaseReply, sizes: MessageSizes, sketch_size: int) -> bool:
     """Return whether a reply has the parts and lengths that an agent would send."""
-    compared = next(iter(sizes.compared.values()), sizes.update)
     match reply:
-        case OpenReply(code, length, pull, floor, openings):
-            known = code in range(len(REASONS)) and len(openings) == (code == OK)
-            return known and min(length, pull) >= 0 and floor >= 1
+        case OpenReply(code, length, pull, floor, measured, openings):
+            known = code in range(len(REASONS)) and len(openings) == (code == OK) * (1 + sizes.first)
+            count = len(sizes.compared) * (code == OK and sizes.directions)
+            return known and min(length, pull, *measured) >= 0 and floor >= 1 and len(measured) == count
         case SketchReply(sketches):
-            short = ring.SKETCH_BYTES * (1 + min(sketch_size, compared))
-            return all(sketch.size == short for some in sketches.values() for sketch in some)
+            counts = {**sizes.compared, GUARD: sizes.update}
+            return sketches.keys() <= counts.keys() and all(
+                sketch.size == ring.SKETCH_BYTES * (1 + min(sketch_size, counts[purpose]))
+                for purpose, some in sketches.items()
+                for sketch in some
+            )
         case DealtReply(sketches, vectors, words):
+            compared = next(iter(sizes.compared.values()))
             vectors_fit = all(len(vector.words) == compared for vector in vectors)
             return is_well_formed(sketches, sizes, sketch_size) and vectors_fit and _are_single(words)
         case Products(words):

@@ -7,6 +7,7 @@ simulator and a deployment call it in the same way; `masked_agent.py` is the age
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -16,14 +17,16 @@ from waffle_fl.algorithms import Round
 from waffle_fl.algorithms.contract import Seen, Weights, row_of
 from waffle_fl.engines.aggregation import Registered
 from waffle_fl.engines.masked_guard import screened
-from waffle_fl.engines.masked_parts import GUARD, WEIGHTS, MessageSizes, is_well_formed, unit_of
+from waffle_fl.engines.masked_parts import FIRST, GUARD, MessageSizes, is_well_formed, rotated_size, unit_of
+from waffle_fl.engines.masked_sums import MaskedSum
+from waffle_fl.engines.masked_weights import angles_of, may_be_summed, overall, respected, respected_by_layer
 from waffle_fl.engines.run_spec import RoundSettings
 from waffle_fl.errors import WaffleError
-from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS
+from waffle_fl.guard import ABSENT, NOT_ASKED, OK, REASONS, TOO_LONG
 from waffle_fl.privacy import ring
-from waffle_fl.privacy.contributors import effective, respect_floors
+from waffle_fl.privacy.contributors import effective
 from waffle_fl.privacy.exact_product import dealer_for
-from waffle_fl.privacy.messages import Announcement, Delivery, RevealRequest, RoundId
+from waffle_fl.privacy.messages import Delivery, RoundId
 from waffle_fl.privacy.phases import (
     REPLIES,
     AloneReply,
@@ -35,16 +38,9 @@ from waffle_fl.privacy.phases import (
     PhaseRequest,
     ProductRequest,
     SketchReply,
-    SumRequest,
-    UnmaskRequest,
 )
-from waffle_fl.privacy.server import MaskingServer
 
-Phase: TypeAlias = Literal["open", "compare", "deal", "product", "sum", "reveal", "alone", "done"]
-
-
-class Unreadable(WaffleError):
-    """The masks of a round do not cancel, or too few sums or shares have arrived. The round can be tried again."""
+Phase: TypeAlias = Literal["open", "compare", "deal", "product", "first", "told", "sum", "reveal", "alone", "done"]
 
 
 class Present(NamedTuple):
@@ -61,7 +57,9 @@ class Opened(NamedTuple):
     deliveries: Mapping[int, Delivery]
     lengths: Weights  # of updates
     pulls: Weights  # of control variates
+    measured: Tensor  # (N, L): of what is compared, if directions are
     floors: Sequence[float]  # of all agents: their smallest effective number of contributors
+    seen: Seen  # what the method learns of the updates
 
 
 class RoundWeights(NamedTuple):
@@ -70,7 +68,6 @@ class RoundWeights(NamedTuple):
     weights: Mapping[str, Weights]
     server: Any
     info: Mapping[str, Any]
-    announced: Announcement
 
 
 class MaskedRound:
@@ -91,22 +88,26 @@ class MaskedRound:
         self._alice = int(known.alice)
         asked = known.asked & (known.samples > 0)
         self.group: tuple[int, ...] = tuple(asked.nonzero().flatten().tolist())
-        self._hub = MaskingServer(
-            self.group, at, {name: (size, unit_of(algorithm, name, at.round)) for name, size in sizes.parts.items()}
-        )
+        parts = {name: (size, unit_of(algorithm, name, at.round)) for name, size in sizes.parts.items()}
+        unit = unit_of(algorithm, "dy", at.round)
+        most = rotated_size(settings)
+        first = {name: (min(size, most), unit) for name, size in sizes.compared.items()}
+        self._sum = MaskedSum(self.group, at, parts, first=False)
+        self._first_sum = MaskedSum(self.group, replace(at, part=FIRST), first, first=True)
         facts = known.samples, known.steps, settings.batch_size, None, known.asked
         now = Round(at.round, settings.rounds, known.alice, asked, asked, *facts)
         self._admitted = Present(now, torch.where(known.asked, torch.full_like(known.samples, OK), NOT_ASKED))
-        self._opened = Opened([], {}, self._zeros, self._zeros, floors)
+        rows = self._zeros[:, None].expand(-1, len(sizes.compared))
+        self._opened = Opened([], {}, self._zeros, self._zeros, rows, floors, Seen(self._zeros))
         self._sketches: Mapping[int, SketchReply] = {}  # of the phase `deal`
-        self._decided = RoundWeights({"dy": self._zeros}, server, {}, Announcement({}))
+        self._decided = RoundWeights({"dy": self._zeros}, server, {})
         self.sums: Mapping[str, Tensor] = {}
         self.uploaded = 0
         self.phase: Phase = "open"
         self._requests: Mapping[int, PhaseRequest] = {i: OpenRequest(self._measures(i)) for i in self.group}
         self._replies: dict[int, PhaseReply] = {}
         if self._alone_already():
-            self._weigh(self._zeros, torch.ones_like(self._zeros[0]))
+            self._weigh(Seen(self._zeros, torch.ones_like(self._zeros[0])))
 
     @property
     def requests(self) -> dict[int, PhaseRequest]:
@@ -129,10 +130,11 @@ class MaskedRound:
     def blocking(self) -> list[int]:
         """Return the agents without whose reply the phase cannot end: Alice, or all that lack if they are too many."""
         absent = list(self.requests)
-        if self._alice in absent and self.phase != "reveal":
+        if self._alice in absent and self.phase not in ("told", "reveal"):
             return [self._alice]
-        spare = len(self.group) - self._hub.threshold
-        needed = {"product": 0, "sum": len(self._requests) - spare, "alone": 1}.get(self.phase, self._hub.threshold)
+        threshold = self._sum.hub.threshold
+        of_sums = len(self._requests) - (len(self.group) - threshold)
+        needed = {"product": 0, "first": of_sums, "sum": of_sums, "alone": 1}.get(self.phase, threshold)
         return absent if len(self._replies) < needed else []
 
     def advance(self) -> None:
@@ -146,8 +148,12 @@ class MaskedRound:
                 self._deal(replies)
             case "compare" | "product":
                 self._compare(replies)
+            case "first":
+                self._close(self._first_sum, replies, "told")
+            case "told":
+                self._measure(replies)
             case "sum":
-                self._sum(replies)
+                self._close(self._sum, replies, "reveal")
             case "reveal":
                 self._reveal(replies)
             case "alone":
@@ -166,24 +172,35 @@ class MaskedRound:
     def settled(self) -> tuple[Any, Round, Tensor, dict[str, Any]]:
         """Return the weighed server's state, the round, the reason codes and what is recorded."""
         decided = self._decided
-        facts = {"contributors": effective(decided.weights["dy"].tolist()), "uploaded": float(self.uploaded)}
-        return decided.server, *self._admitted, {**decided.info, "weights": decided.weights["dy"], **facts}
+        numbers = [effective(table.tolist()) for table in decided.weights.values() if table.any()]
+        facts = {"contributors": min(numbers, default=0.0), "uploaded": float(self.uploaded)}
+        layers = decided.weights, self._sizes.compared, self._known.alice, len(self._zeros)
+        weights = overall(*layers) if self._by_layer else decided.weights["dy"]
+        return decided.server, *self._admitted, {**decided.info, "weights": weights, **facts}
 
     def _open(self, replies: Mapping[int, Any]) -> None:
         lengths, pulls, floors = self._zeros, self._zeros, list(self._opened.floors)
+        measured = self._opened.measured.clone()
+        longest = ring.LONGEST * unit_of(self.algorithm, "dy", self.at.round)
         for i in self.group:
-            self._note(i, replies[i].code if i in replies else ABSENT)
+            code = replies[i].code if i in replies else ABSENT
+            fits = code != OK or max(replies[i].lengths, default=0.0) <= longest  # as an agent's own check ensures
+            self._note(i, code if fits else TOO_LONG)
         for i, reply in replies.items():
             lengths[i], pulls[i] = reply.length, reply.pull
             floors[i] = max(floors[i], reply.floor)
+            if reply.lengths:
+                measured[i] = measured.new_tensor(reply.lengths)
         opened = [i for i in self.group if self._admitted.now.received[i]]
         if not self.usable:  # the round is tried again with other batches
             self.phase, self._requests = "done", {}
             return
-        deliveries = self._hub.deliver(opening for i in opened for opening in replies[i].openings)
-        self._opened = Opened(opened, deliveries, lengths, pulls, floors)
+        deliveries = self._sum.open(replies[i].openings[0] for i in opened)
+        if self._sizes.first:
+            self._first_sum.open(replies[i].openings[1] for i in opened)
+        self._opened = Opened(opened, deliveries, lengths, pulls, measured, floors, Seen(self._zeros))
         if not self._purposes:
-            self._weigh(self._zeros)
+            self._weigh(Seen(self._zeros))
             return
         others = tuple(i for i in opened if i != self._alice)
         sketched = tuple(purpose for purpose in self._purposes if purpose == GUARD or not self._deals)
@@ -206,7 +223,12 @@ class MaskedRound:
     def _deal(self, replies: Mapping[int, Any]) -> None:
         self._sketches = {i: reply.sketches for i, reply in replies.items()}
         vectors = {(v.agent, v.partner): v for reply in replies.values() for v in reply.vectors}
-        words = {word.agent: word for reply in replies.values() for word in reply.words}
+        words = {
+            word.agent: word
+            for i, reply in replies.items()
+            for word in reply.words
+            if i in self._requests and word.agent in self._requests[i].deals_for  # type: ignore[union-attr]
+        }
         ready = [i for i in self._opened.agents if (i, self._alice) in vectors and (self._alice, i) in vectors]
         ready = [i for i in ready if i in words]
         requests = {i: ProductRequest((vectors[self._alice, i],), (words[i],)) for i in ready}
@@ -215,62 +237,78 @@ class MaskedRound:
 
     def _compare(self, replies: Mapping[int, Any]) -> None:
         """Compute the distances; an agent without one is absent."""
-        found: dict[str, Weights] = {}
-        for purpose in self._purposes:
-            name = "dy" if purpose == GUARD else next(iter(self._sizes.compared))
-            unit = unit_of(self.algorithm, name, self.at.round)
-            if purpose == WEIGHTS and self._deals:
-                words = [word for reply in replies.values() for word in reply.words]
-                distances = self._hub.exact_distances(words, self._alice, unit)
-            else:
-                sent = self._sketches if self._deals else replies
-                sketches = [one for reply in sent.values() for one in reply.sketches.get(purpose, ())]
-                distances = self._hub.distances(sketches, self._alice, unit)
-            for i in self._opened.agents:
-                if i != self._alice and i not in distances:
-                    self._note(i, ABSENT)
-            found[purpose] = self._zeros.new_tensor([distances.get(i, 0.0) for i in range(len(self._zeros))])
+        found = {purpose: self._distances(purpose, replies) for purpose in self._purposes}
         if self.settings.guard != "off":
             force = self._opened.pulls if hasattr(self.algorithm, "new_control_variates") else None
             directions = min(self._sizes.update, self.settings.sketch_size)
-            of_updates = found[GUARD if GUARD in found else WEIGHTS]
+            of_updates = found[GUARD if GUARD in found else "dy"]
             now, codes = screened(self._opened.lengths, force, of_updates, directions, *self._admitted)
             self._admitted = Present(now, codes)
-        self._weigh(found.get(WEIGHTS, self._zeros))
+        compared = [found[name] for name in self._sizes.compared]
+        if self._sizes.directions:
+            seen = Seen(self._zeros, angles=angles_of(compared, self._opened.measured, self._known.alice))
+        else:
+            reads = getattr(self.algorithm, "reads_length", False)
+            length = row_of(self._opened.lengths, self._known.alice) if reads else None
+            seen = Seen(compared[0] if compared else self._zeros, length)
+        self._opened = self._opened._replace(seen=seen)
+        weights = self._first_weights()
+        if not weights:
+            self._weigh(seen)
+            return
+        self.phase, self._requests = "first", self._first_sum.requests(weights, self._opened.agents, delivered=False)
 
-    def _weigh(self, distances: Weights, length: Tensor | None = None) -> None:
+    def _distances(self, purpose: str, replies: Mapping[int, Any]) -> Weights:
+        """Return the distance of each agent from Alice for one purpose; an agent without one is absent."""
+        unit, hub = unit_of(self.algorithm, "dy" if purpose == GUARD else purpose, self.at.round), self._sum.hub
+        if purpose != GUARD and self._deals:
+            words = [word for reply in replies.values() for word in reply.words]
+            distances = hub.exact_distances(words, self._alice, unit)
+        else:
+            sent = self._sketches if self._deals else replies
+            sketches = [one for reply in sent.values() for one in reply.sketches.get(purpose, ())]
+            distances = hub.distances(sketches, self._alice, unit)
+        for i in self._opened.agents:
+            if i != self._alice and i not in distances:
+                self._note(i, ABSENT)
+        return self._zeros.new_tensor([distances.get(i, 0.0) for i in range(len(self._zeros))])
+
+    def _first_weights(self) -> dict[str, Weights]:
+        """Return the weights in the sum before the round's sum, of the parts whose contributors' floors are reached."""
+        if not self._sizes.first:
+            return {}
+        wanted = self.algorithm.first_weights(self.server, self._opened.seen, self._admitted.now)
+        return {name: table for name, table in wanted.items() if may_be_summed(table, self._opened.floors)}
+
+    def _measure(self, replies: Mapping[int, Any]) -> None:
+        """Read the lengths of the first sum, and compute the weights of the round's sum."""
+        found, scales = self._first_sum.read(replies.values()), self._first_sum.scales
+        totals = {name: float(length[0]) * scales[name] for name, length in found.items()}
+        self._weigh(self._opened.seen._replace(totals=totals))
+
+    def _weigh(self, seen: Seen) -> None:
         """Compute the weights, and announce them unless Alice holds all weight."""
-        if getattr(self.algorithm, "reads_length", False) and length is None:
-            length = row_of(self._opened.lengths, self._known.alice)
-        server, given, info = self.algorithm.weigh(self.server, Seen(distances, length), self._admitted.now)
-        weights = self._respected(given)
-        opened, shares = self._opened.agents, weights["dy"].tolist()
-        tables = {name: dict(enumerate(weights[name].tolist())) for name in self._sizes.parts}
-        announced = self._hub.announce({name: {i: table[i] for i in opened} for name, table in tables.items()})
-        self._decided = RoundWeights(weights, server, info._asdict(), announced)
-        if getattr(self.algorithm, "for_alice", False) and shares.count(0.0) >= len(shares) - 1:
+        server, given, info = self.algorithm.weigh(self.server, seen, self._admitted.now)
+        floors, alice = self._opened.floors, self._alice if self._for_alice else None
+        weights = (respected_by_layer if self._by_layer else respected)(given, floors, alice, self.at.round)
+        self._decided = RoundWeights(weights, server, info._asdict())
+        if not weights:
+            self.phase, self._requests = "done", {}
+            return
+        shares = next(iter(weights.values())).tolist()
+        if not self._by_layer and self._for_alice and shares.count(0.0) >= len(shares) - 1:
             self.phase, self._requests = "alone", {self._alice: AloneRequest()}
             return
+        summed = {name: weights[name] for name in self._sizes.parts if name in weights}
         delivered = self.phase != "open"
-        asked = [i for i in opened if i in announced.contributors or not delivered]
-        deliveries = self._opened.deliveries
-        self._requests = {i: SumRequest(announced, () if delivered else (deliveries[i],)) for i in asked}
-        self.phase = "sum"
+        self.phase, self._requests = "sum", self._sum.requests(summed, self._opened.agents, delivered)
 
-    def _sum(self, replies: Mapping[int, Any]) -> None:
-        announced = self._decided.announced
-        reveal = self._hub.request(one for reply in replies.values() for one in reply.sums)
-        for i in reveal.missing:
+    def _close(self, of: MaskedSum, replies: Mapping[int, Any], phase: Literal["told", "reveal"]) -> None:
+        """Ask for the shares that unmask what has arrived of a sum."""
+        request = of.close(replies, self._opened.floors)
+        for i in request.reveal.missing:
             self._note(i, ABSENT)
-        floor = max(self._opened.floors[i] for i in announced.contributors)
-        for table in announced.weights.values():
-            number = effective([table[i] for i in reveal.arrived])
-            if len(reveal.arrived) < 2 or number < floor:
-                raise Unreadable(
-                    f"expected at least {max(floor, 2):g} effective contributors in round {self.at.round}, got "
-                    f"{number:.2f}: the sums of {len(reveal.missing)} agents have not arrived"
-                )
-        self.phase, self._requests = "reveal", dict.fromkeys(self._opened.agents, UnmaskRequest(announced, reveal))
+        self.phase, self._requests = phase, dict.fromkeys(self._opened.agents, request)
 
     def _apply_alone(self, reply: AloneReply) -> None:
         """Take Alice's own numbers as the sums; no other agent has taken part."""
@@ -284,49 +322,21 @@ class MaskedRound:
         self.phase, self._requests = "done", {}
 
     def _reveal(self, replies: Mapping[int, Any]) -> None:
-        (request,) = {id(one): one for one in self._requests.values()}.values()
-        assert isinstance(request, UnmaskRequest)
-        try:
-            found = self._hub.sums(list(replies.values()))
-        except WaffleError as error:
-            raise Unreadable(str(error)) from None
-        device = self._zeros.device
-        scales = self._scales(request.reveal)
-        self.sums = {name: torch.from_numpy(total).to(device) * scales[name] for name, total in found.items()}
-        self.phase, self._requests = "done", {}
-
-    def _scales(self, reveal: RevealRequest) -> dict[str, float]:
-        """Return the factors of the sums, and divide the weights by what has arrived, if agents have dropped out."""
-        tables = self._decided.announced.weights
-        if not reveal.missing:
-            return dict.fromkeys(tables, 1.0)
-        arrived = torch.zeros_like(self._zeros, dtype=torch.bool)
-        arrived[list(reveal.arrived)] = True
-        left = {name: torch.where(arrived, one, 0.0) for name, one in self._decided.weights.items()}
-        self._decided = self._decided._replace(weights={name: one / one.sum() for name, one in left.items()})
-        kept = getattr(self.algorithm, "sums_of_changes", ())
-        return {
-            name: 1.0 if name in kept else sum(table.values()) / sum(table[i] for i in reveal.arrived)
-            for name, table in tables.items()
+        found, device = self._sum.read(replies.values()), self._zeros.device
+        kept, scales = getattr(self.algorithm, "sums_of_changes", ()), self._sum.scales
+        self.sums = {
+            name: torch.from_numpy(total).to(device) * (1.0 if name in kept else scales[name])
+            for name, total in found.items()
         }
-
-    def _respected(self, weights: Mapping[str, Weights]) -> Mapping[str, Weights]:
-        """Return the weights without agents whose floor is not reached."""
-        given = weights["dy"].tolist()
-        alice = self._alice if getattr(self.algorithm, "for_alice", False) else None
-        allowed = respect_floors(given, self._opened.floors, alice)
-        if any(given) and not any(allowed):
-            raise WaffleError(
-                f"min_contributors: expected at most {effective(given):.2f}, the effective number of agents in round "
-                f"{self.at.round}, got {max(self._opened.floors):g}"
-            )
-        if not any(w != 0 and a == 0 for w, a in zip(given, allowed, strict=True)):
-            return weights
-        return dict.fromkeys(weights, weights["dy"].new_tensor(allowed))
+        if self._sum.missing:  # the weights of the record are those of what has arrived
+            arrived = torch.ones_like(self._zeros).index_fill(0, torch.tensor(self._sum.missing, device=device), 0.0)
+            left = {name: table * arrived for name, table in self._decided.weights.items()}
+            self._decided = self._decided._replace(weights={name: one / one.sum() for name, one in left.items()})
+        self.phase, self._requests = "done", {}
 
     def _alone_already(self) -> bool:
         """Whether Alice holds all weight, even if all updates were equal to hers: then none is needed."""
-        if not getattr(self.algorithm, "for_alice", False):
+        if not self._for_alice or self._sizes.directions:
             return False
         equal = Seen(self._zeros, torch.ones_like(self._zeros[0]))
         return bool(self.algorithm.weigh(self.server, equal, self._admitted.now)[1]["dy"][self._alice] == 1)
@@ -351,11 +361,19 @@ class MaskedRound:
         return self.settings.masked_distances == "dealer" and bool(self._sizes.compared)
 
     @property
+    def _for_alice(self) -> bool:
+        return getattr(self.algorithm, "for_alice", False)
+
+    @property
+    def _by_layer(self) -> bool:
+        """Whether parts of the sum have different contributors."""
+        return getattr(self.algorithm, "sums_by_layer", False)
+
+    @property
     def _purposes(self) -> tuple[str, ...]:
-        """What distances are needed for."""
-        for_weights = (WEIGHTS,) if self._sizes.compared else ()
+        """What distances are needed for: rows that the method compares, by name, and the guard."""
         guarded = self.settings.guard != "off" and (self._deals or "dy" not in self._sizes.compared)
-        return (*for_weights, *((GUARD,) if guarded else ()))
+        return (*self._sizes.compared, *((GUARD,) if guarded else ()))
 
     @property
     def _zeros(self) -> Weights:

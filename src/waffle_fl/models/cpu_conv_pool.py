@@ -9,6 +9,9 @@ ReLU are applied after the maximum, with which they commute.
 A convolution is called before its ReLU and pooling are known. `Rewriting` therefore returns a `DeferredConv`, which is
 computed when it is read: together with a ReLU and a pooling if these follow, otherwise by the library.
 
+The products are oneDNN's in float32 on CPUs with AVX-512. `torch.mm` calls MKL, which uses only AVX2 on CPUs of other
+vendors than Intel: on an AMD EPYC (Zen 5) these products take half the time.
+
 What it gains  1.2 x on LeNet-5
 """
 
@@ -34,6 +37,8 @@ LANES = 16  # float32 lanes of the library's vectors
 BATCH = 16  # smallest batch for which the product pays
 NOTHING = torch.empty(0, device="meta")
 aten = torch.ops.aten
+HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # whether torch was built with it
+USES_ONEDNN = HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 class Rewriting(TorchFunctionMode):
@@ -218,29 +223,24 @@ class Windows:
         self.columns = self.patches.view(eh * ew * channels, hp * wp * batch)
 
         kernels = torch.zeros(sh, sw, out, eh, ew, channels, dtype=dtype)
+        self.kernel, self.shape = (kh, kw), kernels.shape
         self.taps = _taps(kernels, kh, kw)
         self.kernels = kernels.view(sh * sw * out, eh * ew * channels)
-        dkernels = torch.empty_like(kernels)
-        taps = _taps(dkernels, kh, kw)
-        self.dtaps = [taps[i, j] for i in range(sh) for j in range(sw)]
-        self.dkernels = dkernels.view(self.kernels.shape)
-        self.positions = torch.zeros(sh * sw * out, hp * wp * batch, dtype=dtype)
-        # a window's positions form one image of the window's size, channels last: the library pools these fastest
-        self.positions_image = self.positions.view(1, sh, sw, -1).permute(0, 3, 1, 2)
-
-        self.pooled = F.max_pool2d(self.positions_image, window, return_indices=True)  # maxima and their positions
+        self.dpositions = torch.zeros(sh * sw * out, hp * wp * batch, dtype=dtype)
+        self.dimage = self.as_image(self.dpositions)
+        self.pooled = F.max_pool2d(self.dimage, window, return_indices=True)  # maxima and their positions
         self.largest = self.pooled[0].view(out, hp, wp, batch)
 
         above, left = eh // sh, ew // sw  # windows that a patch spans
-        self.by_row = [part.t() for part in self.kernels.view(sh * sw * out, above, -1).unbind(1)]
-        rows = torch.empty(sh * ew * channels, (hp + above - 1) * wp * batch, dtype=dtype)
-        self.row_parts = [rows[:, i * wp * batch : (i + hp) * wp * batch] for i in range(above)]
-        self.beyond = rows[:, hp * wp * batch :]  # the columns that the first part does not write
-        columns = rows.view(sh, left, sw, channels, hp + above - 1, wp, batch)
+        self.dpatches = above, sh, left, sw, channels, hp, wp, batch
         self.phases = torch.empty(sh, sw, channels, hp + above - 1, wp + left - 1, batch, dtype=dtype)
-        self.column_parts = [(self.phases[..., j : j + wp, :], columns[:, j]) for j in range(left)]
+        self.shifted = [self.phases[:, :, :, i : i + hp, j : j + wp] for i in range(above) for j in range(left)]
         self.reach = channels, (hp + above - 1) * sh, (wp + left - 1) * sw, batch
         self.border = (0, 0, -pw, width + pw - self.reach[2], -ph, height + ph - self.reach[1])
+
+    def as_image(self, positions: Tensor) -> Tensor:
+        """View the positions of each window as an image of its size, channels last: the library pools these fastest."""
+        return positions.view(1, *self.window, -1).permute(0, 3, 1, 2)
 
 
 def _taps(kernels: Tensor, kh: int, kw: int) -> Tensor:
@@ -261,10 +261,8 @@ class WindowProduct(torch.autograd.Function):
             image = windows.padded
         windows.patches.copy_(image.as_strided(*windows.view))
         windows.taps.copy_(weight.permute(0, 2, 3, 1))
-        torch.mm(windows.kernels, windows.columns, out=windows.positions)
-        aten.max_pool2d_with_indices.out(
-            windows.positions_image, windows.window, out=windows.pooled[0], indices=windows.pooled[1]
-        )
+        positions = windows.as_image(_product(windows.kernels, windows.columns))
+        aten.max_pool2d_with_indices.out(positions, windows.window, out=windows.pooled[0], indices=windows.pooled[1])
         y = windows.largest.clone() if bias is None else windows.largest + bias[:, None, None, None]
         if rectified:
             y.relu_()
@@ -282,27 +280,32 @@ class WindowProduct(torch.autograd.Function):
         dy = dy.contiguous() if y is None else aten.threshold_backward.default(dy, y, 0)
         dbias = dy.sum(dim=(1, 2, 3)) if ctx.needs_input_grad[2] else None
         size = windows.window
-        dpositions = windows.positions  # buffer reused: the pooling's gradient needs only the indices of the maxima
         aten.max_pool2d_with_indices_backward.grad_input(
             dy.view(1, 1, 1, -1).permute(0, 3, 1, 2),
-            windows.positions_image,
+            windows.dimage,  # only its shape is read
             *(size, size, (0, 0), (1, 1), False),
             windows.pooled[1],
-            grad_input=windows.positions_image,
+            grad_input=windows.dimage,
         )
-        torch.mm(dpositions, windows.columns.t(), out=windows.dkernels)
-        dweight = reduce(torch.add, windows.dtaps).permute(0, 3, 1, 2)
-        dx = _input_gradient(windows, dpositions) if ctx.needs_input_grad[0] else None
+        dkernels = _product(windows.columns, windows.dpositions.t()).t().view(windows.shape)
+        dtaps = [tap for row in _taps(dkernels, *windows.kernel).unbind() for tap in row.unbind()]
+        dweight = reduce(torch.add, dtaps).permute(0, 3, 1, 2)
+        dx = _input_gradient(windows) if ctx.needs_input_grad[0] else None
         return dx, dweight, dbias, None, None
 
 
-def _input_gradient(windows: Windows, dpositions: Tensor) -> Tensor:
-    """Sum the patches, which overlap by whole windows: rows of windows in the product itself, columns afterwards."""
-    windows.beyond.zero_()
-    for i, (part, kernels) in enumerate(zip(windows.row_parts, windows.by_row, strict=True)):
-        torch.addmm(part, kernels, dpositions, beta=min(i, 1), out=part)  # beta 0 discards the previous step
+def _input_gradient(windows: Windows) -> Tensor:
+    """Sum the gradients of the patches, which overlap by whole windows."""
+    dpatches = _product(windows.kernels.t(), windows.dpositions).view(windows.dpatches)
     windows.phases.zero_()
-    for phases, rows in windows.column_parts:
-        phases += rows
+    parts = [part for row in dpatches.unbind() for part in row.unbind(1)]
+    for phases, part in zip(windows.shifted, parts, strict=True):
+        phases += part
     image = windows.phases.permute(2, 3, 0, 4, 1, 5).reshape(windows.reach)
     return (F.pad(image, windows.border) if any(windows.border) else image).permute(3, 0, 1, 2)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if USES_ONEDNN and a.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+    return a @ b

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 Function = Callable[..., tuple[Tensor, ...]]
 
 TRACED_AFTER = 0.5  # seconds spent on arguments of one shape before tracing: a trace takes about as long
-OPERATION = re.compile(r"torch\.ops\.aten\.(?P<name>\w+)\.(?P<overload>\w+)\(")
+OPERATION = re.compile(r"torch\.ops\.(?P<library>aten|mkldnn)\.(?P<name>\w+)\.(?P<overload>\w+)\(")
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default)
 VIEWS = (
@@ -97,7 +97,8 @@ def _to_function(trace: torch.fx.GraphModule) -> Function:
 
 def _bound(scope: dict[str, Any], call: re.Match[str]) -> str:
     """Bind an operation to a global name: attribute lookup at every call takes as long as a short operation."""
-    packet, overload = getattr(torch.ops.aten, call["name"]), call["overload"]
-    name = f"{call['name']}_{overload}_"
+    library, overload = call["library"], call["overload"]
+    packet = getattr(getattr(torch.ops, library), call["name"])
+    name = f"{library}_{call['name']}_{overload}_"
     scope[name] = getattr(packet, overload)._op
     return f"{name}("

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy import contributors, exact_product, ring, shamir, sketch
-from waffle_fl.privacy.masks import derive, pair_mask, seal_seeds, self_mask
+from waffle_fl.privacy import contributors, exact_product, ring, rotation, shamir, sketch
+from waffle_fl.privacy.exact_product import dealer_for
+from waffle_fl.privacy.masks import KEY_BYTES, derive, pair_mask, seal_seeds, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
     FEWEST,
@@ -31,7 +33,7 @@ from waffle_fl.privacy.messages import (
     RoundId,
     transcript_of,
 )
-from waffle_fl.privacy.ring import LongWords, Numbers, Words
+from waffle_fl.privacy.ring import LongWords, Numbers, Residues, Words
 
 NONCE_BYTES = 12
 
@@ -42,6 +44,14 @@ class Numbered(NamedTuple):
     numbers: Numbers
     unit: float
     draws: Numbers | float = 0.5
+
+
+class DealtVector(NamedTuple):
+    """An agent's own update for one partner."""
+
+    words: LongWords
+    key: bytes  # of its dealer
+    hers: bool  # whether this agent is Alice
 
 
 class MaskingAgent:
@@ -60,12 +70,12 @@ class MaskingAgent:
             raise WaffleError(f"expected at least {FEWEST} agents in a private round, got {len(group)}")
         self.agent, self.group, self.at, self.floor = agent, tuple(group), at, floor
         self._pairs, self._entropy = pair_secrets, entropy
-        self._salt, self._self_secret, self._key_secret = (
-            entropy(n) for n in (SALT_BYTES, shamir.SECRET_BYTES, shamir.SECRET_BYTES)
+        self._salt, self._self_secret, self._key_secret, self._common = (
+            entropy(n) for n in (SALT_BYTES, shamir.SECRET_BYTES, shamir.SECRET_BYTES, KEY_BYTES)
         )
         self._seeds = {other: derive(pair_secrets[other], "mask seed", at.context) for other in self._others()}
-        self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, then one of its key
-        self._vectors: dict[int, tuple[LongWords, bytes]] = {}  # by partner: own update, key of the dealer
+        self._held: dict[int, bytes] = {}  # by sender: a share of its self secret, one of its key, and a common secret
+        self._vectors: dict[int, DealtVector] = {}  # by partner
         self._taken: set[str] = set()
         self._opened: frozenset[int] = frozenset()
         self._transcript = b""
@@ -77,12 +87,12 @@ class MaskingAgent:
         threshold = shamir.threshold_for(len(self.group))
         own = shamir.split(self._self_secret, self.group, threshold, self._entropy)
         key = shamir.split(self._key_secret, self.group, threshold, self._entropy)
-        self._held[self.agent] = own[self.agent] + key[self.agent]
+        self._held[self.agent] = own[self.agent] + key[self.agent] + self._common
         return Opening(
             self.agent,
             self._salt,
             seal_seeds(self._key_secret, self._seeds, self.at.context),
-            {other: self._encrypt(own[other] + key[other], other) for other in self._others()},
+            {other: self._encrypt(own[other] + key[other] + self._common, other) for other in self._others()},
             {holder: hashlib.sha256(share).digest() for holder, share in own.items()},
             {holder: hashlib.sha256(share).digest() for holder, share in key.items()},
         )
@@ -90,7 +100,8 @@ class MaskingAgent:
     def receive(self, delivery: Delivery) -> None:
         """Keep the shares of the other agents. A share that cannot be read is not kept."""
         self._take("receive")
-        if delivery.salts.get(self.agent) != self._salt or not set(delivery.salts) <= set(self.group):
+        own = delivery.salts.get(self.agent) == self._salt and set(delivery.salts) <= set(self.group)
+        if not own or any(len(salt) != SALT_BYTES for salt in delivery.salts.values()):
             raise WaffleError("expected this agent's own salt among those of its group, got another: refuse the round")
         if len(delivery.salts) < shamir.threshold_for(len(self.group)):
             raise WaffleError(f"expected more agents in the round, got {len(delivery.salts)} of {len(self.group)}")
@@ -101,7 +112,7 @@ class MaskingAgent:
             except InvalidTag:
                 continue
 
-    def sketch(self, partner: int, numbers: Numbers, unit: float, alice: int, purpose: str = "weights") -> MaskedSketch:
+    def sketch(self, partner: int, numbers: Numbers, unit: float, alice: int, purpose: str = "dy") -> MaskedSketch:
         """Return the masked sketch of an update for one partner. Two agents that both act as Alice use other masks."""
         self._take(f"sketch {purpose} for {partner}")
         _check_length(numbers, unit)
@@ -111,9 +122,16 @@ class MaskingAgent:
         words = sketch.words_of(numbers, unit, secret, hers=self.agent == alice)
         return MaskedSketch(self.agent, partner, ring.packed(words))
 
+    def common_secret(self, agent: int, purpose: str) -> bytes:
+        """Return a secret that this agent has given to all agents of the round, and not to the server."""
+        if agent not in self._held:
+            raise WaffleError(f"expected a secret that all agents have from agent {agent}, got none: refuse the round")
+        return derive(self._held[agent][2 * shamir.SHARE_BYTES :], purpose, self._transcript)
+
     def deal(self, agent: int, alice: int, count: int) -> DealerWord:
         """Return what this agent sends as the dealer of a pair; it does not depend on any update."""
         self._take(f"deal for {agent}")
+        self._check_dealer(agent, alice, self.agent)
         own, hers = (self._dealt_key(self._pairs[party], agent) for party in (agent, alice))
         return DealerWord(self.agent, agent, exact_product.dealer_word(own, hers, count))
 
@@ -121,16 +139,26 @@ class MaskingAgent:
         """Return this agent's update for its partner; `hers` says that this agent is Alice."""
         self._take(f"vector for {partner}")
         _check_length(numbers, unit)
-        key = self._dealt_key(self._pairs[dealer], partner if hers else self.agent)
+        agent, alice = (partner, self.agent) if hers else (self.agent, partner)
+        self._check_dealer(agent, alice, dealer)
+        key = self._dealt_key(self._pairs[dealer], agent)
         dealt = exact_product.alice_of(key, len(numbers)).mask if hers else exact_product.mask_of(key, len(numbers))
-        self._vectors[partner] = exact_product.encode(numbers, unit), key
-        return MaskedVector(self.agent, partner, self._vectors[partner][0] + dealt)
+        self._vectors[partner] = DealtVector(exact_product.encode(numbers, unit), key, hers)
+        words = self._vectors[partner].words + dealt
+        return MaskedVector(self.agent, partner, words, self._tag(self.agent, partner, words))
 
     def product_word(self, received: MaskedVector, dealt: DealerWord | None) -> ProductWord:
-        """Return one word of a squared distance, for the partner whose vector was received; Alice needs no `dealt`."""
+        """Return one word of a squared distance, for the partner whose vector was received; Alice needs no `dealt`.
+
+        A server that could choose the vector, or who acts as Alice, would learn inner products with the update.
+        """
         partner = received.agent
         self._take(f"word for {partner}")
-        own, key = self._vectors[partner]
+        own, key, hers = self._vectors[partner]
+        if not hmac.compare_digest(received.tag, self._tag(partner, self.agent, received.words)):
+            raise WaffleError(f"expected the vector that agent {partner} has sent, got another one: refuse the round")
+        if hers != (dealt is None):
+            raise WaffleError("expected a dealer's word unless this agent is Alice: refuse the round")
         pair_key = derive(self._pairs[partner], "product", self._transcript)
         if dealt is None:
             words = exact_product.alice_word(own, received.words, exact_product.alice_of(key, len(own)), pair_key)
@@ -138,6 +166,16 @@ class MaskingAgent:
             party = exact_product.agent_of(key, len(own), dealt.words)
             words = exact_product.agent_word(own, received.words, party, pair_key)
         return ProductWord(self.agent, partner, words)
+
+    def _check_dealer(self, agent: int, alice: int, dealer: int) -> None:
+        """Refuse a dealer that the server has chosen: with it, the server could read both updates."""
+        if len(self._opened - {agent, alice}) < 1 or dealer_for(agent, alice, sorted(self._opened)) != dealer:
+            raise WaffleError(f"expected another dealer for agent {agent}, got agent {dealer}: refuse the round")
+
+    def _tag(self, sender: int, recipient: int, words: LongWords) -> bytes:
+        other = recipient if sender == self.agent else sender
+        key = derive(self._pairs[other], f"vector from {sender}", self._transcript)
+        return hmac.digest(key, words.astype("<u8").tobytes(), "sha256")
 
     def _dealt_key(self, secret: bytes, agent: int) -> bytes:
         """Return the key of what a dealer and its partner share for the distance of this agent from Alice."""
@@ -149,6 +187,8 @@ class MaskingAgent:
         self._check_weights(announced)
         if self.agent not in announced.contributors:
             raise WaffleError(f"agent {self.agent} has no weight in this round, so it sends nothing")
+        if "reveal" in self._taken:  # the secrets of the round may be known by now
+            raise WaffleError("expected a request for a sum before that for shares: refuse the round")
         self._check_floor(announced, announced.contributors)
         self._announced = announced
 
@@ -159,12 +199,32 @@ class MaskingAgent:
             self._weighted(parts[name], announced.weights[name].get(self.agent, 0.0)) for name in announced.weights
         ]
         total = np.concatenate([*words, np.zeros(CHECK_WORDS, dtype=np.uint32)])
+        return MaskedSums(self.agent, total + self._masks(announced, len(total), None))
+
+    def contribute_rotated(self, announced: Announcement, parts: Mapping[str, Numbered], alice: int) -> MaskedSums:
+        """Return the same, rotated by a secret of Alice that all agents have: only the lengths of sums can be read."""
+        self.accept(announced)
+        residues = [
+            rotation.rotated(
+                announced.weights[name].get(self.agent, 0.0) * parts[name].numbers,
+                parts[name].unit,
+                self.common_secret(alice, f"rotation of {name}"),
+            )
+            for name in announced.weights
+        ]
+        moduli = rotation.moduli_of_sum([len(parts[name].numbers) for name in announced.weights])
+        total = np.concatenate([*residues, np.zeros(CHECK_WORDS, dtype=np.int64)])
+        total = (total + self._masks(announced, len(total), moduli)) % moduli
+        return MaskedSums(self.agent, total.astype(np.uint32))
+
+    def _masks(self, announced: Announcement, length: int, moduli: Residues | None) -> Any:
+        """Return the sum of all masks of this agent."""
         context = announced.binding(self._transcript)
-        total += self_mask(self._self_secret, context, len(total))
+        total = self_mask(self._self_secret, context, length, moduli)
         for other in announced.contributors:
             if other != self.agent:
-                total += pair_mask(self._seeds[other], self.agent, other, context, len(total))
-        return MaskedSums(self.agent, total)
+                total = total + pair_mask(self._seeds[other], self.agent, other, context, length, moduli)
+        return total
 
     def reveal(self, request: RevealRequest, announced: Announcement) -> Revealed:
         """Return shares for either the self mask or the key of each contributor, never for both.
@@ -187,7 +247,7 @@ class MaskingAgent:
         return Revealed(
             self.agent,
             {i: self._held[i][:size] for i in request.arrived if i in self._held},
-            {i: self._held[i][size:] for i in request.missing if i in self._held},
+            {i: self._held[i][size : 2 * size] for i in request.missing if i in self._held},
         )
 
     def _weighted(self, part: Numbered, weight: float) -> Words:
@@ -205,10 +265,10 @@ class MaskingAgent:
 
     def _check_floor(self, announced: Announcement, arrived: Sequence[int]) -> None:
         """Refuse a sum in which this agent could be recognised. Also a server that lies is held to the floor."""
-        floor = self.floor if self.agent in announced.contributors else 1.0
         for table in announced.weights.values():
+            floor = self.floor if table.get(self.agent, 0.0) > 0 else 1.0
             number = contributors.effective([table.get(i, 0.0) for i in arrived])
-            if len(arrived) < 2 or number < floor:
+            if sum(table.get(i, 0.0) > 0 for i in arrived) < 2 or number < floor:
                 raise WaffleError(
                     f"expected at least {max(floor, 2):g} effective contributors, got {number:.2f}: this agent "
                     "takes no part in the round"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from waffle_fl.privacy.ring import Words
+from waffle_fl.privacy.ring import Residues, Words
 
 KEY_BYTES = 32
 PROTOCOL = b"waffle-fl private rounds, version 1"
@@ -57,15 +58,24 @@ def entropy_of(secret: bytes) -> Callable[[int], bytes]:
     return draw
 
 
-def self_mask(secret: bytes, context: bytes, length: int) -> Words:
-    """Return the mask that an agent adds alone, so that a sum that arrives late stays masked."""
-    return stream(derive(secret, "self mask", context), length)
+def self_mask(secret: bytes, context: bytes, length: int, moduli: Residues | None = None) -> Any:
+    """Return the mask that an agent adds alone, so that a sum that arrives late stays masked.
+
+    Masks are words modulo 2^32, or residues modulo `moduli`.
+    """
+    return _mask(derive(secret, "self mask", context), length, moduli)
 
 
-def pair_mask(seed: bytes, agent: int, other: int, context: bytes, length: int) -> Words:
+def pair_mask(seed: bytes, agent: int, other: int, context: bytes, length: int, moduli: Residues | None = None) -> Any:
     """Return what `agent` adds for its pair with `other`: the opposite of what the other adds."""
-    words = stream(derive(seed, "pair mask", context), length)
+    words = _mask(derive(seed, "pair mask", context), length, moduli)
     return words if agent < other else np.negative(words)
+
+
+def _mask(key: bytes, length: int, moduli: Residues | None) -> Any:
+    if moduli is None:
+        return stream(key, length)
+    return (stream(key, 2 * length).view(np.uint64) % moduli.view(np.uint64)).view(np.int64)
 
 
 def seal_seeds(secret: bytes, seeds: Mapping[int, bytes], context: bytes) -> bytes:

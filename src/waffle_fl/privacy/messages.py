@@ -35,10 +35,11 @@ class RoundId:
     attempt: int = 0
     session: int = 0  # one more for each time that a server begins the round; an agent never takes part in it twice
     told: str = ""  # a digest of the settings and the model that the agent has received; others must have the same
+    part: str = ""  # the sum, if a round has more than one: each has secrets of its own
 
     @property
     def context(self) -> bytes:
-        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}\n{self.told}".encode()
+        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}\n{self.told}\n{self.part}".encode()
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Opening:
     agent: int
     salt: bytes
     sealed_seeds: bytes  # the seeds of its pair masks, encrypted with a key that is shared, too
-    shares: Mapping[int, bytes]  # by recipient, encrypted: a share of the self mask's secret, and one of that key
+    shares: Mapping[int, bytes]  # by recipient, encrypted: shares of the self mask's secret and of that key; a secret
     self_digests: Mapping[int, bytes]  # of the shares by holder, so that a false share is recognised
     key_digests: Mapping[int, bytes]
 
@@ -99,10 +100,11 @@ class MaskedVector:
     agent: int
     partner: int
     words: LongWords
+    tag: bytes  # HMAC with a key of the two: an inner product with a vector of the server would show a number of x
 
     @property
     def size(self) -> int:
-        return self.words.nbytes
+        return self.words.nbytes + len(self.tag)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class Announcement:
         """Return a digest of the round so far: agents that received other weights add masks that do not cancel."""
         digest = hashlib.sha256(transcript)
         for part, table in self.weights.items():
-            digest.update(part.encode() + b"\n")
+            name = part.encode()
+            digest.update(struct.pack("<qq", len(name), len(table)) + name)  # other weights never have the same bytes
             for agent, weight in sorted(table.items()):
                 digest.update(struct.pack("<qd", agent, weight))
         return digest.digest()

@@ -4,13 +4,15 @@ open     the agent has trained; it reports whether its update can be used, and s
 compare  it receives the others' shares, and sends its sketch for Alice, or Alice hers for each agent
 deal     instead, with exact distances: masked vectors for each other, and the words of dealers
 product  then the words whose sums are the squared distances
+first    for a method with `first_weights`: weights, and a masked sum of rotated sketches, of which the length is read
+told     it receives whose first sums have arrived, and sends shares
 sum      it receives the weights of all agents, and sends its masked sum
 reveal   it receives whose sums have arrived, and sends shares
 alone    Alice holds all weight: the sum is her update, which she sends; no other agent sends anything
 
-No reply of an agent but Alice's last one has a field for numbers that are not masked, except two lengths that the guard
-and Weight Erosion read. No reply of any type can be unmasked by itself: the server needs shares of two thirds of the
-agents, and gets them for one sum per round.
+No reply of an agent but Alice's last one has a field for numbers that are not masked, except lengths that the guard,
+Weight Erosion and WAFFLE-kin read. No reply of any type can be unmasked by itself: the server needs shares of two
+thirds of the agents, and gets them for one sum of a kind per round.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class OpenReply:
     length: float  # of its update; 0 if not asked for
     pull: float  # the length of its control variate; 0 if not asked for, or without control variates
     floor: float  # the smallest effective number of contributors that it accepts
-    openings: tuple[Opening, ...]  # one, or none if the update cannot be used
+    lengths: tuple[float, ...]  # of the rows that the method compares, if it compares directions
+    openings: tuple[Opening, ...]  # one per sum; none if the update cannot be used
 
     @property
     def size(self) -> int:
@@ -134,10 +137,11 @@ class Products:
 
 @dataclass(frozen=True)
 class SumRequest:
-    """The weights of all agents. `deliveries` holds the shares for this agent if there was no comparison."""
+    """The weights of all agents. `deliveries` holds the shares for this agent if it has not received them before."""
 
     announced: Announcement
     deliveries: tuple[Delivery, ...]
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class UnmaskRequest:
 
     announced: Announcement
     reveal: RevealRequest
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,8 @@ REQUESTS: Mapping[str, type[PhaseRequest]] = {
     "compare": CompareRequest,
     "deal": DealRequest,
     "product": ProductRequest,
+    "first": SumRequest,
+    "told": UnmaskRequest,
     "sum": SumRequest,
     "reveal": UnmaskRequest,
     "alone": AloneRequest,

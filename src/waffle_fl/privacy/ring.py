@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 Words: TypeAlias = NDArray[np.uint32]
 LongWords: TypeAlias = NDArray[np.uint64]  # of the rings modulo 2^48 (`sketch`) and 2^64 (`exact_product`)
+Residues: TypeAlias = NDArray[np.int64]  # modulo primes (`rotation`)
 Numbers: TypeAlias = NDArray[np.float64]
 
 SUM_BITS = 24  # binary digits after the point, in units

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 
 from waffle_fl.errors import WaffleError
-from waffle_fl.privacy import exact_product, ring, shamir, sketch
+from waffle_fl.privacy import exact_product, ring, rotation, shamir, sketch
 from waffle_fl.privacy.masks import open_seeds, pair_mask, self_mask
 from waffle_fl.privacy.messages import (
     CHECK_WORDS,
@@ -28,14 +29,19 @@ from waffle_fl.privacy.messages import (
     RoundId,
     transcript_of,
 )
-from waffle_fl.privacy.ring import Numbers, Words
+from waffle_fl.privacy.ring import Numbers, Residues, Words
 
 
 class MaskingServer:
-    """The server in one round. `parts` gives the length and the unit of each part of the sum."""
+    """The server in one round. `parts` gives the length and the unit of each part of the sum.
 
-    def __init__(self, group: Sequence[int], at: RoundId, parts: Mapping[str, tuple[int, float]]) -> None:
-        self.group, self.at, self.parts = tuple(group), at, dict(parts)
+    Of a rotated sum only the length of each part can be read.
+    """
+
+    def __init__(
+        self, group: Sequence[int], at: RoundId, parts: Mapping[str, tuple[int, float]], rotated: bool = False
+    ) -> None:
+        self.group, self.at, self.parts, self.rotated = tuple(group), at, dict(parts), rotated
         self.threshold = shamir.threshold_for(len(self.group))
         self.liars: list[int] = []  # holders of false shares
         self._openings: dict[int, Opening] = {}
@@ -70,37 +76,39 @@ class MaskingServer:
         return {i: exact_product.distance(*pair, unit) for i, pair in pairs.items()}
 
     def announce(self, weights: Mapping[str, Mapping[int, float]]) -> Announcement:
-        """Return the weights, which all agents receive."""
+        """Return the weights, which all agents receive. A part that they do not name is not summed."""
+        self.parts = {name: self.parts[name] for name in weights}
         self._announced = Announcement(weights)
         return self._announced
 
     def request(self, sums: Iterable[MaskedSums]) -> RevealRequest:
         """Return which contributors' sums have arrived; the first of an agent counts."""
-        count = sum(length for length, _ in self.parts.values()) + CHECK_WORDS
         for masked in sums:
-            if masked.agent in self._contributors and len(masked.words) == count and masked.agent not in self._sums:
+            fits = len(masked.words) == self._count
+            if masked.agent in self._contributors and fits and masked.agent not in self._sums:
                 self._sums[masked.agent] = masked.words
         missing = tuple(i for i in self._contributors if i not in self._sums)
         return RevealRequest(tuple(sorted(self._sums)), missing)
 
     def sums(self, revealed: Sequence[Revealed]) -> dict[str, Numbers]:
-        """Return the sum of each part over the contributors whose sums have arrived."""
+        """Return the sum of each part over the contributors whose sums have arrived; its length if it is rotated."""
         assert self._announced is not None
         salts = {i: opening.salt for i, opening in self._openings.items()}
         context = self._announced.binding(transcript_of(self.at, self.group, salts))
-        count = sum(length for length, _ in self.parts.values()) + CHECK_WORDS
-        total = np.zeros(count, dtype=np.uint32)
+        count, moduli = self._count, self._moduli
+        total: Any = np.zeros(count, dtype=np.uint32 if moduli is None else np.int64)
         for words in self._sums.values():
-            total += words
+            total = total + words
         for agent in self._sums:
             digests = self._openings[agent].self_digests
             secret = self._secret(digests, {r.holder: r.self_shares.get(agent) for r in revealed}, agent)
-            total -= self_mask(secret, context, count)
+            total = total - self_mask(secret, context, count, moduli)
         for agent in self._contributors:
             if agent not in self._sums:
                 seeds = self._seeds_of(agent, revealed)
                 for other in self._sums:
-                    total -= pair_mask(seeds[other], other, agent, context, count)
+                    total = total - pair_mask(seeds[other], other, agent, context, count, moduli)
+        total = total if moduli is None else total % moduli
         if total[-CHECK_WORDS:].any():
             raise WaffleError(
                 f"the masks of round {self.at.round} do not cancel: at least one agent has sent a false sum or uses "
@@ -138,9 +146,25 @@ class MaskingServer:
             )
         return shamir.combine({holder: sound[holder] for holder in sorted(sound)[: self.threshold]})
 
-    def _decoded(self, total: Words) -> dict[str, Numbers]:
+    @property
+    def _moduli(self) -> Residues | None:
+        return rotation.moduli_of_sum(length for length, _ in self.parts.values()) if self.rotated else None
+
+    @property
+    def _count(self) -> int:
+        """How many words a masked sum has."""
+        if self.rotated:
+            return sum(len(rotation.moduli_of(length)) for length, _ in self.parts.values()) + CHECK_WORDS
+        return sum(length for length, _ in self.parts.values()) + CHECK_WORDS
+
+    def _decoded(self, total: Any) -> dict[str, Numbers]:
         start, found = 0, {}
         for name, (length, unit) in self.parts.items():
-            found[name] = ring.decode(total[start : start + length], unit, ring.SUM_BITS)
-            start += length
+            if self.rotated:
+                end = start + len(rotation.moduli_of(length))
+                found[name] = np.array([rotation.length_of(total[start:end], unit)])
+            else:
+                end = start + length
+                found[name] = ring.decode(total[start:end], unit, ring.SUM_BITS)
+            start = end
         return found

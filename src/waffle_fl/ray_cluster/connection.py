@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
+import socket
 from typing import Any, NamedTuple
 
 from waffle_fl.errors import WaffleError
@@ -17,6 +19,11 @@ DEFAULTS = {
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what a later version does by default, with a warning until then
 }
+
+
+HOST_AND_PORT = re.compile(r"(?:ray://)?\[?(?P<host>[^/\]]+?)\]?:(?P<port>[0-9]{1,5})")
+REACHED_SECONDS = 5.0
+START = "start one with `ray start --head`"
 
 
 class Cluster(NamedTuple):
@@ -49,6 +56,22 @@ def require_ray() -> Any:
         raise WaffleError('--on ray needs Ray: pip install "waffle-fl[ray]"') from None
 
 
+def check_address(address: str) -> None:
+    """Raise an error if nothing listens at the address of a running cluster; Ray itself would try for minutes."""
+    name = "--address" if address else "RAY_ADDRESS"
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto", "local"):
+        return
+    found = HOST_AND_PORT.fullmatch(address)
+    if not found:
+        raise WaffleError(f"{name}: expected the address of a Ray cluster such as 10.0.0.1:6379, got {address!r}")
+    try:
+        socket.create_connection((found["host"], int(found["port"])), REACHED_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WaffleError(f"{name}: no Ray cluster answers at {address} ({reason}): correct it, or {START}") from None
+
+
 def connect(address: str = "") -> Cluster:
     """Connect to the cluster, or start one on this machine if none runs and no address is given."""
     ray = require_ray()
@@ -60,9 +83,7 @@ def connect(address: str = "") -> Cluster:
         except Exception as error:  # a node that does not start raises the base class
             reason = " ".join(str(error).split())[:300]
             where = address or os.environ.get("RAY_ADDRESS") or "this machine"
-            raise WaffleError(
-                f"cannot use the Ray cluster at {where}: {reason}; start one with `ray start --head`"
-            ) from None
+            raise WaffleError(f"cannot use the Ray cluster at {where}: {reason}; {START}") from None
         # Ray prints on stdout, among tables and JSON, that it lost a worker; the driver reports that itself.
         printing: Any = importlib.import_module("ray._private.worker")
         printing.print_to_stdstream = lambda *_, **__: None

@@ -26,7 +26,7 @@ from waffle_fl.experiment.execution import open_run, stop_requests
 from waffle_fl.experiment.grouping import stacks_of
 from waffle_fl.experiment.prepared_run import PreparedRun, prepare
 from waffle_fl.manifest import CHECKPOINTS, LOG, Finding, summary
-from waffle_fl.ray_cluster.connection import Cluster, connect, require_ray
+from waffle_fl.ray_cluster.connection import Cluster, check_address, connect, require_ray
 from waffle_fl.ray_cluster.folder_copies import read_folder, write_changes
 from waffle_fl.ray_cluster.worker import Ended, StackTask
 from waffle_fl.records import locked, read_json, read_rounds
@@ -49,6 +49,7 @@ def execute_on_ray(
     With `shares_disk` false no worker uses the run folders themselves, even if it sees them.
     """
     require_ray()
+    check_address(runtime.address)
     if runtime.device not in ("auto", "cpu", "cuda"):
         raise WaffleError(f"device: expected auto, cpu or cuda with --on ray, got {runtime.device!r}")
     here = replace(runtime, on="local", address="", device="cpu", minutes=0.0)

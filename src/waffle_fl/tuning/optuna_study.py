@@ -137,14 +137,23 @@ def _claim_study(folder: Path, url: str) -> str:
     return str(known["study"])
 
 
+def _check_journal(path: Path) -> None:
+    """Raise if a file with other content is there: Optuna would append to it."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        first = file.readline()
+        if first and not (first.startswith(b"{") and b'"op_code"' in first):
+            raise ValueError("the file is not a journal of Optuna")
+
+
 @contextlib.contextmanager
 def _storage(optuna: Any, url: str) -> Iterator[Any]:
     """Yield Optuna's storage for a URL: a journal file, or a database that SQLAlchemy knows."""
     shown = re.sub(r"(?<=:)[^:/@]+(?=@)", "***", url)  # no error shows a password
     try:
         if url.startswith(JOURNAL):
-            journal = optuna.storages.journal
-            storage = optuna.storages.JournalStorage(journal.JournalFileBackend(url.removeprefix(JOURNAL)))
+            path, journal = url.removeprefix(JOURNAL), optuna.storages.journal
+            _check_journal(Path(path))
+            storage = optuna.storages.JournalStorage(journal.JournalFileBackend(path))
         else:
             storage = optuna.storages.RDBStorage(url)
     except Exception as error:  # SQLAlchemy and each database driver have their own kinds

@@ -18,7 +18,8 @@ from waffle_fl.engines.flower.masked_messages import READ_BEFORE, FirstRequest, 
 from waffle_fl.engines.flower.messages import Request
 from waffle_fl.engines.flower.server_run import ServerRun
 from waffle_fl.engines.masked_parts import MessageSizes, TrainedRow, sizes_of
-from waffle_fl.engines.masked_round import MaskedRound, Unreadable
+from waffle_fl.engines.masked_round import MaskedRound
+from waffle_fl.engines.masked_sums import Unreadable
 from waffle_fl.engines.participation import asking
 from waffle_fl.errors import WaffleError
 from waffle_fl.privacy import ring
@@ -50,7 +51,7 @@ class MaskedServerRun(ServerRun):
         assert masking is not None
         self._session = max(self._session + 1, time.time_ns())
         down = plan.algorithm.broadcast(self._server(), len(plan.names))
-        told = digest_of_told(masking.config, masking.known, self.model.fingerprint(), down)
+        told = digest_of_told(masking.config, masking.known, self.model.fingerprint(), plan.algorithm, down)
         at = RoundId(f"{plan.run}/{plan.label}", self.latest.round + 1, self.attempt, self._session, told)
         known = asking(self._registered, self.cohort)
         floors = [masking.settings.min_contributors] * len(plan.names)
@@ -70,9 +71,10 @@ class MaskedServerRun(ServerRun):
         others, parts = len(self.plan.names) - 1, sum(self._sizes.parts.values())
         compared = max(self._sizes.compared.values(), default=0)
         assert self.plan.masking is not None
-        sketch = 2 * (ring.SKETCH_BYTES * (self.plan.masking.settings.sketch_size + 1) + SHARE_TABLES)
+        size = ring.SKETCH_BYTES * (self.plan.masking.settings.sketch_size + 1) + SHARE_TABLES
+        sketch = (len(self._sizes.compared) + 1) * size
         dealt = 8 * (compared + 1) + SHARE_TABLES if self.plan.masking.settings.masked_distances == "dealer" else 0
-        return SHARE_TABLES * (others + 1) + 8 * (parts + SHARE_TABLES) + others * (sketch + dealt)
+        return 2 * SHARE_TABLES * (others + 1) + 8 * (parts + SHARE_TABLES) + others * (sketch + dealt)
 
     def request_for(self, agent: int) -> tuple[Request, bytes]:
         """Return the request to an agent, and its payload; the first of a session holds the model."""
