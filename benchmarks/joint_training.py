@@ -58,7 +58,7 @@ def settings_of(data: str, split_seed: int, **changed: Any) -> Settings:
     """Return the settings of a run: a fifth of the training rows is held out, and test rows are not read."""
     given: dict[str, Any] = {"rounds": ROUNDS, "lr": LR, "optimiser": "adam", "momentum_between_rounds": "keep"}
     reading = Settings(data=data, alice="all", validation=0.2, test="none", split_seed=split_seed, duplicates="keep")
-    return replace(reading, batch_size=BATCH, **{**given, **changed})
+    return replace(reading, **{"batch_size": BATCH, **given, **changed})
 
 
 def federated(data: str, method: str, split_seed: int, changed: Mapping[str, Any]) -> dict[str, list[float]]:
