@@ -250,7 +250,6 @@ def _compared(part: str, turns: list[dict[str, float]], differences: dict[str, f
     return {
         "ms_a_round": {name: round(1000 * took, 3) for name, took in times.items()},
         "times_faster_than": ratios,
-        "bars": {name: BARS[part][name] for name in ratios},
         "smallest_ratio_over_its_bar": round(min(ratio / BARS[part][name] for name, ratio in ratios.items()), 3),
         "difference_after_one_round": differences,
     }

@@ -6,9 +6,9 @@ cost     CPU seconds per round and bytes per agent beside the clear run; both ru
          ratio is the median over the rounds, so other work on the machine does not distort it
 error    L1 error of WAFFLE's weights by the size of the sketch, for distances between q d_max and d_max
 runs     weights and accuracy of masked runs beside clear runs of the same seed, with the spread of the seeds. Accuracy
-         should differ by at most twice the standard error of a difference of two means of so many seeds. The mean error
-         of the weights should be at most 0.02 where q is at most 0.8. Both were stated before the runs. With three seeds
-         one of six was outside; all were then repeated with ten.
+         should differ by at most twice the standard error of a difference of two means of so many seeds. The mean
+         error of the weights should be at most 0.02 where q is at most 0.8. Both were stated before the runs. With
+         three seeds one of six was outside; all were then repeated with ten.
 attacks  accuracy under attack without and with the guard, in the clear and masked; the attackers follow the protocol,
          or in the last column sketch, and report the lengths of, the update that they would have sent honestly
 """
@@ -50,6 +50,7 @@ AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the numb
 COSTS = [("lenet5", "mnist", method, *pair, 6) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
 COSTS += [("dla", "cifar10", "waffle", 4, 32, 4)]  # the last number: rounds
 SEEDS = 10
+KEYS = 10
 NOISE = 2 * (2 / SEEDS) ** 0.5  # largest difference of accuracies, in standard deviations of the seeds
 NUMBERS = 20_000  # of an update in `weight_error`
 SIZES, SPREADS = (256, 1024, 4096, 16384), (0.3, 0.8, 0.95)
@@ -148,7 +149,8 @@ def weight_error(size: int, spread: float, tries: int = 3) -> dict[str, Any]:
 def error_on_equal_updates(settings: dict[str, Any]) -> dict[str, float]:
     """Return the L1 error of the weights from sketches of 4,096 sums, for the updates of a clear run of WAFFLE.
 
-    Two runs differ in all later updates once their weights differ; this is the error of the sketches alone.
+    Two runs differ in all later updates once their weights differ; this is the error of the sketches alone, of `KEYS`
+    series of sketches.
     """
     config = check_run("waffle", settings, {})
     s = config.settings
@@ -164,18 +166,21 @@ def error_on_equal_updates(settings: dict[str, Any]) -> dict[str, float]:
 
     spec = RunSpec(config.algorithm(), federation, s.seed, tamper=keep)
     method: Any = spec.algorithm
-    past, errors, spreads = None, [], []
+    past: list[Any] = [None] * KEYS
+    errors, spreads = [], []
     for outcomes in simulate([spec], model, **simulation_options(s, SERIAL)):
         rows, r = sent[-1], outcomes[0].round
         server = outcomes[0].state.server
         now = Round(r, s.rounds, known.alice, everyone, everyone, known.samples, known.steps, s.batch_size)
-        key = derive(bytes(32), str(r))
-        distances = [np.linalg.norm(compress(row - rows[alice], 4096, key)) for row in rows]
-        before = server._replace(past=torch.full_like(server.past, 1 / len(rows)) if past is None else past)
-        after, weights, _ = method.weigh(before, Seen(torch.tensor(distances)), now)
-        past = after.past
         exact = torch.tensor(outcomes[0].measured["weights"], dtype=torch.float64)
-        errors.append(float((weights["dy"] - exact).abs().sum()))
+        for k in range(KEYS):
+            key = derive(bytes(32), f"{k} {r}")
+            distances = [np.linalg.norm(compress(row - rows[alice], 4096, key)) for row in rows]
+            equal = torch.full_like(server.past, 1 / len(rows))
+            before = server._replace(past=equal if past[k] is None else past[k])
+            after, weights, _ = method.weigh(before, Seen(torch.tensor(distances)), now)
+            past[k] = after.past
+            errors.append(float((weights["dy"] - exact).abs().sum()))
         others = np.delete(np.linalg.norm(rows - rows[alice], axis=1), alice)
         spreads.append(float(others.min() / others.max()))
     return {"error_mean": round(mean(errors), 4), "error_max": round(max(errors), 4), "q": round(mean(spreads), 2)}
