@@ -112,16 +112,22 @@ def cluster() -> str:
     return f"""
 ## A study of {line["runs"]} runs on Ray
 
-`python -m benchmarks.cluster`
+`python -m benchmarks.cluster --rounds {line["rounds"]} --turns {turns}`
 
 Digits, MLP, 4 methods x 5 splits x 5 seeds, {line["rounds"]} rounds. The local engine uses two cores, the nodes of a
 cluster on loopback have one core each. Medians of {turns} turns; the first turn, which starts the workers, apart.
 
 {table(["side", "seconds", "CPU seconds", "first turn"], rows)}
 {table(["bar", "measured", "verdict"], bars)}
-The load of the machine was {min(line["load"])} to {max(line["load"])} on two cores. Starting a cluster took
-{line["cluster_start_up_seconds"]["two nodes"]:.0f} s there, which is not included.
+The load of the machine was {min(line["load"])} to {max(line["load"])} on two cores.{_busy(line)} Starting a cluster
+took {line["cluster_start_up_seconds"]["two nodes"]:.0f} s there, which is not included.
 """
+
+
+def _busy(line: dict[str, Any]) -> str:
+    """Return what a load beyond the benchmark's own two processes means."""
+    busy = max(line["load"]) > line["cores"] + 1
+    return " Other work ran too, so the ratios by the clock are not those of an idle machine." if busy else ""
 
 
 def for_all() -> str:
