@@ -48,6 +48,7 @@ SERIAL = Runtime(workers=1, allow_unverified=True)  # costs do not depend on whi
 KINDS = ("cost", "error", "runs", "attacks")
 AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
 COSTS = [("lenet5", "mnist", method, *pair, 6) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
+COSTS += [("lenet5", "mnist", "waffle-kin", 10, 2500, 6)]
 COSTS += [("dla", "cifar10", "waffle", 4, 32, 4)]  # the last number: rounds
 SEEDS = 10
 KEYS = 10

@@ -76,14 +76,16 @@ def _cohort_peers(line: dict[str, Any] | None) -> str:
         return ""
     rows = [[name, f"{seconds:.2f}"] for name, seconds in line["seconds"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
-    ratios = ", ".join(f"{ratio} times {name}" for name, ratio in line["times_faster_than"].items())
+    ratios = ", ".join(
+        f"{disk} and {memory} times {name}" for name, (disk, memory) in line["times_faster_than"].items()
+    )
     start_up = ", ".join(f"{name} {seconds} s" for name, seconds in line["start_up_seconds"].items())
     return f"""
-FedAvg with a cohort of {line["cohort"]} of {line["agents"]:,} agents on the same engine, beside {versions}, each with
-two processes of one thread in turns with ours (load {line["load"]}):
+FedAvg with a cohort of {line["cohort"]} of {line["agents"]:,} agents, beside {versions}, each with two processes of one
+thread in turns with ours (load {line["load"]}):
 
 {table(["implementation", "seconds per round"], rows)}
-Ours is {ratios} as fast. Start-up, not included: {start_up}.
+With states on disk and in memory, ours is {ratios} as fast. Start-up, not included: {start_up}.
 """
 
 
