@@ -71,10 +71,10 @@ def test_deployments_have_the_simulator_s_bits(name: str, folder: Path, tmp_path
     assert model == reference[0]
     assert result["metrics"] == reference[2]["metrics"]
     if name != "with a guard":  # which rejects the updates that oppose Alice's
-        assert {"first", "told"} <= set(phases(grid))
+        assert {"first", "unmask"} <= set(phases(grid))
 
 
-@pytest.mark.parametrize("phase", ["open", "compare", "first", "told", "sum", "reveal"])
+@pytest.mark.parametrize("phase", ["open", "compare", "first", "unmask", "sum", "reveal"])
 def test_a_site_may_drop_out_in_any_phase(
     phase: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_site_may_drop_out_in_any_phase(
     grid = Grid(folder, lose)
     run_job(folder, config(2), tmp_path / "run", grid)
     _, rounds, result = bits(tmp_path / "run")
-    absent = phase not in ("told", "reveal")
+    absent = phase not in ("unmask", "reveal")
     assert result["status"] == "finished"
     assert rounds[0].get("screened", {}) == ({"agent 2": "absent"} if absent else {})
     assert (rounds[0]["weights"][2] == 0) == absent
@@ -100,7 +100,7 @@ def test_a_site_may_drop_out_in_any_phase(
     assert bases == [[0, 0], [0, 0] if absent else [1, 0]]
 
 
-@pytest.mark.parametrize("phase", ["first", "told", "sum"])
+@pytest.mark.parametrize("phase", ["first", "unmask", "sum"])
 def test_a_restarted_server_ends_in_the_same_bits(phase: str, folder: Path, tmp_path: Path) -> None:
     """A server that dies after a first sum was read begins the round again, and reads the same length."""
 
@@ -121,7 +121,7 @@ def test_for_one_update_sites_help_to_read_one_first_sum(folder: Path, tmp_path:
     dead: list[str] = []
 
     def die(name: str, request: Message, reply: Message) -> Message:
-        if name == "e" and phase_of(request) == "told" and not dead:
+        if name == "e" and phase_of(request) == "unmask" and not dead:
             dead.append(name)
             raise KeyboardInterrupt
         return reply

@@ -91,7 +91,7 @@ def plain(message: Any) -> Any:
 def test_there_is_a_message_of_every_kind() -> None:
     """Every request and every reply of a phase is among the messages of these tests."""
     assert {type(message) for message in MESSAGES} == {*REQUESTS.values(), *REPLIES.values()}
-    assert REQUESTS.keys() == {"open", "compare", "deal", "product", "first", "told", "sum", "reveal", "alone"}
+    assert REQUESTS.keys() == {"open", "compare", "deal", "product", "first", "unmask", "sum", "reveal", "alone"}
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

@@ -66,7 +66,7 @@ class KeptSession:
     round: int
     attempt: int
     question: str  # a hash of everything that determines the update
-    told: str  # a hash of the settings and the model, which all agents must have received
+    received: str  # a hash of the settings and the model, which all agents must have received
     update: str  # a hash of the update
     terms: SessionTerms
     seed: bytes
@@ -91,7 +91,12 @@ class MaskedSite:
     seed: int
 
     def begin(
-        self, task: Request, first: FirstRequest, question: str, told: str, train: Callable[[], tuple[Any, Any, Any]]
+        self,
+        task: Request,
+        first: FirstRequest,
+        question: str,
+        received: str,
+        train: Callable[[], tuple[Any, Any, Any]],
     ) -> tuple[bytes, dict[str, str]]:
         """Train, and return the reply to the first phase of a session, and what the ledger has of it.
 
@@ -124,7 +129,9 @@ class MaskedSite:
         (self._folder / UPDATE).chmod(PRIVATE)
         if kept is None or kept.session < task.session:
             seed = secrets.token_bytes(32)
-            kept = KeptSession(task.session, task.round, task.attempt, question, told, update, first.terms, seed, ())
+            kept = KeptSession(
+                task.session, task.round, task.attempt, question, received, update, first.terms, seed, ()
+            )
         return self._answer(kept, start)
 
     def go_on(self, task: Request, content: bytes) -> tuple[bytes, dict[str, str]]:
@@ -165,7 +172,7 @@ class MaskedSite:
         entry = self._summed(kept, request, one.content)
         reader = UpdateReader(self.algorithm, self.settings, self.seed)
         numbers = reader.read(self._trained(kept), self.agent, kept.round, kept.attempt)
-        at = RoundId(f"{self.run}/{self.label}", kept.round, kept.attempt, kept.session, kept.told)
+        at = RoundId(f"{self.run}/{self.label}", kept.round, kept.attempt, kept.session, kept.received)
         floor = max(self.policy.min_contributors, self.settings.min_contributors)
         shared = self._secrets(kept.terms)
 

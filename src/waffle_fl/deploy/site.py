@@ -39,7 +39,7 @@ from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread
 from waffle_fl.engines.evaluation import predictor_of
-from waffle_fl.engines.flower.masked_messages import INTRODUCE, READ_BEFORE, FirstRequest, digest_of_told
+from waffle_fl.engines.flower.masked_messages import INTRODUCE, READ_BEFORE, FirstRequest, digest_of_received
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.masked_checks import masks_updates
@@ -348,11 +348,11 @@ class RequestHandler:
     def _begin(self, first: FirstRequest, down: Any, agents: Any) -> bytes:
         """Train, and return the reply to the first phase of a private round."""
         question, model = self.questions["update"], self._data_and_model[1]
-        told = digest_of_told(
+        received = digest_of_received(
             self.config.to_json(), self.fields["known"], model.fingerprint(), self.masked.algorithm, down
         )
         reply, self.read = self.masked.begin(
-            self.task, first, question, told, lambda: (down, agents, self._trained(down, agents))
+            self.task, first, question, received, lambda: (down, agents, self._trained(down, agents))
         )
         return reply
 

@@ -40,7 +40,7 @@ from waffle_fl.privacy.phases import (
     SketchReply,
 )
 
-Phase: TypeAlias = Literal["open", "compare", "deal", "product", "first", "told", "sum", "reveal", "alone", "done"]
+Phase: TypeAlias = Literal["open", "compare", "deal", "product", "first", "unmask", "sum", "reveal", "alone", "done"]
 
 
 class Present(NamedTuple):
@@ -130,7 +130,7 @@ class MaskedRound:
     def blocking(self) -> list[int]:
         """Return the agents without whose reply the phase cannot end: Alice, or all that lack if they are too many."""
         absent = list(self.requests)
-        if self._alice in absent and self.phase not in ("told", "reveal"):
+        if self._alice in absent and self.phase not in ("unmask", "reveal"):
             return [self._alice]
         threshold = self._sum.hub.threshold
         of_sums = len(self._requests) - (len(self.group) - threshold)
@@ -149,8 +149,8 @@ class MaskedRound:
             case "compare" | "product":
                 self._compare(replies)
             case "first":
-                self._close(self._first_sum, replies, "told")
-            case "told":
+                self._close(self._first_sum, replies, "unmask")
+            case "unmask":
                 self._measure(replies)
             case "sum":
                 self._close(self._sum, replies, "reveal")
@@ -303,7 +303,7 @@ class MaskedRound:
         delivered = self.phase != "open"
         self.phase, self._requests = "sum", self._sum.requests(summed, self._opened.agents, delivered)
 
-    def _close(self, of: MaskedSum, replies: Mapping[int, Any], phase: Literal["told", "reveal"]) -> None:
+    def _close(self, of: MaskedSum, replies: Mapping[int, Any], phase: Literal["unmask", "reveal"]) -> None:
         """Ask for the shares that unmask what has arrived of a sum."""
         request = of.close(replies, self._opened.floors)
         for i in request.reveal.missing:

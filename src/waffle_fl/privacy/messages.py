@@ -34,12 +34,12 @@ class RoundId:
     round: int
     attempt: int = 0
     session: int = 0  # one more for each time that a server begins the round; an agent never takes part in it twice
-    told: str = ""  # a digest of the settings and the model that the agent has received; others must have the same
+    received: str = ""  # a digest of the settings and the model that it has received; others must have the same
     part: str = ""  # the sum, if a round has more than one: each has secrets of its own
 
     @property
     def context(self) -> bytes:
-        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}\n{self.told}\n{self.part}".encode()
+        return f"{self.job}\n{self.round}\n{self.attempt}\n{self.session}\n{self.received}\n{self.part}".encode()
 
 
 @dataclass(frozen=True)

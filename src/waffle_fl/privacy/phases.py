@@ -5,7 +5,7 @@ compare  it receives the others' shares, and sends its sketch for Alice, or Alic
 deal     instead, with exact distances: masked vectors for each other, and the words of dealers
 product  then the words whose sums are the squared distances
 first    for a method with `first_weights`: weights, and a masked sum of rotated sketches, of which the length is read
-told     it receives whose first sums have arrived, and sends shares
+unmask   it receives whose first sums have arrived, and sends shares
 sum      it receives the weights of all agents, and sends its masked sum
 reveal   it receives whose sums have arrived, and sends shares
 alone    Alice holds all weight: the sum is her update, which she sends; no other agent sends anything
@@ -208,7 +208,7 @@ REQUESTS: Mapping[str, type[PhaseRequest]] = {
     "deal": DealRequest,
     "product": ProductRequest,
     "first": SumRequest,
-    "told": UnmaskRequest,
+    "unmask": UnmaskRequest,
     "sum": SumRequest,
     "reveal": UnmaskRequest,
     "alone": AloneRequest,

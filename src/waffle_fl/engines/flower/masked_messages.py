@@ -13,14 +13,16 @@ INTRODUCE: Literal["introduce"] = "introduce"  # the request for a site's signed
 READ_BEFORE = "read"  # field of a reply: the agent has helped to read another sum of the same updates
 
 
-def digest_of_told(config: Any, known: Any, fingerprint: str, algorithm: Any, down: Any) -> str:
+def digest_of_received(config: Any, known: Any, fingerprint: str, algorithm: Any, down: Any) -> str:
     """Return a digest of all that an agent's update depends on besides its data and state.
 
     Masks are bound to it: a server that sends other settings or models to some sites, for example such that their
     updates are zero, reads nothing. Fields that the method sends to each agent by itself (`sent_to_each`) are left out.
     """
-    told, own = json.dumps([config, known, fingerprint], sort_keys=True), getattr(algorithm, "sent_to_each", ())
-    return digest({name: value[:1] for name, value in down._asdict().items() if name not in own}, {"told": told})
+    received, own = json.dumps([config, known, fingerprint], sort_keys=True), getattr(algorithm, "sent_to_each", ())
+    return digest(
+        {name: value[:1] for name, value in down._asdict().items() if name not in own}, {"received": received}
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from waffle_fl.engines.aggregation import recorded
 from waffle_fl.engines.arithmetic import one_thread, products
-from waffle_fl.engines.flower.masked_messages import READ_BEFORE, FirstRequest, SessionTerms, digest_of_told
+from waffle_fl.engines.flower.masked_messages import READ_BEFORE, FirstRequest, SessionTerms, digest_of_received
 from waffle_fl.engines.flower.messages import Request
 from waffle_fl.engines.flower.server_run import ServerRun
 from waffle_fl.engines.masked_parts import MessageSizes, TrainedRow, sizes_of
@@ -51,8 +51,8 @@ class MaskedServerRun(ServerRun):
         assert masking is not None
         self._session = max(self._session + 1, time.time_ns())
         down = plan.algorithm.broadcast(self._server(), len(plan.names))
-        told = digest_of_told(masking.config, masking.known, self.model.fingerprint(), plan.algorithm, down)
-        at = RoundId(f"{plan.run}/{plan.label}", self.latest.round + 1, self.attempt, self._session, told)
+        received = digest_of_received(masking.config, masking.known, self.model.fingerprint(), plan.algorithm, down)
+        at = RoundId(f"{plan.run}/{plan.label}", self.latest.round + 1, self.attempt, self._session, received)
         known = asking(self._registered, self.cohort)
         floors = [masking.settings.min_contributors] * len(plan.names)
         self.masked = MaskedRound(plan.algorithm, masking.settings, self._server(), known, at, self._sizes, floors)
