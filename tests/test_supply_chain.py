@@ -263,7 +263,7 @@ def test_the_sbom_lists_what_a_deployment_installs(tmp_path: Path) -> None:
     )
     assert bom["metadata"]["component"]["version"] == version("waffle-fl")
     (root_node,) = [node for node in bom["dependencies"] if node["ref"] == bom["metadata"]["component"]["bom-ref"]]
-    assert len(root_node["dependsOn"]) == 14  # 8 dependencies, 5 of the extra `flower`, pyarrow
+    assert len(root_node["dependsOn"]) == 15  # 8 dependencies, 5 of the extra `flower`, pyarrow, dp-accounting
     assert str(ROOT) not in file.read_text(encoding="utf-8")
 
 
