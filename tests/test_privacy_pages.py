@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,31 @@ def test_the_accuracy_tables_match_their_record() -> None:
         ]
         if line["kind"] == "result":
             assert line["options"] == max(same, key=lambda trial: float(trial["score"]))["options"]
+
+
+def test_the_prose_on_accuracy_quotes_the_record() -> None:
+    """The counts and losses in the text of docs/privacy-accuracy.md are those of the record."""
+    page = " ".join((ROOT / "docs" / "privacy-accuracy.md").read_text().split())
+    found = {
+        (line["data"], line["epsilon"], line["method"]): fmean(line["accuracies"])
+        for line in record("privacy-accuracy.jsonl")
+        if line["kind"] == "result"
+    }
+    rows = sorted({key[:2] for key in found}, key=str)
+    noised = [row for row in rows if row[1] is not None]
+
+    def leads(method: str, among: list[tuple[str, float | None]]) -> int:
+        return sum(found[*row, "waffle"] > found[*row, method] for row in among)
+
+    assert f"in {leads('mr-mtl', noised)} of the {len(noised)} rows with noise" in page
+    assert f"in {leads('mr-mtl', rows)} of all {len(rows)}" in page
+    lost = {row: found[row[0], None, "waffle"] - found[*row, "waffle"] for row in noised}
+    weak, middle, strong = ([lost[row] for row in noised if a < row[1] <= b] for a, b in ((3, 10), (0.5, 3), (0, 0.5)))
+    assert f"at most {max(weak):.1f} points at epsilon 8 or 10, at most {max(middle):.1f} at epsilon 1 to 3" in page
+    assert (round(min(strong)) >= 15, round(max(strong))) == (True, 36)
+    behind = {row: found[*row, "local"] - found[*row, "waffle"] for row in noised}
+    assert f"below Local in {sum(gap > 0 for gap in behind.values())} of the {len(noised)}" in page
+    assert f"at epsilon 0.5, by {max(behind.values()):.1f} points" in page
 
 
 def test_a_table_is_written_between_its_comments(tmp_path: Path) -> None:
