@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def test_a_record_has_every_trial_and_every_part_of_the_table(finished: Path) ->
         report=lambda line: None,
     )
     assert read_records(tournament, finished / "results") == records
+
+
+def test_the_parts_of_one_job_train_in_parallel(finished: Path, tmp_path: Path) -> None:
+    """Two processes share the trials and the columns of one job, and write the lines that one process writes."""
+    file, reported = finished / "experiments" / "tiny.toml", list[str]()
+    tournament = load_tournament(file)
+    jobs = jobs_of(tournament, methods=["local"])
+    assert run(file, tmp_path, CPU, jobs, processes=2, report=reported.append) == 0
+    assert [line.partition(" lines")[0] for line in reported] == ["digits local: 4"]
+
+    def lines_of(folder: Path) -> list[str]:
+        lines = read_records(tournament, folder)["digits"]
+        return sorted(json.dumps(line) for line in lines if line["method"] == "local")
+
+    assert lines_of(tmp_path) == lines_of(finished / "results")
 
 
 def test_no_job_starts_after_the_time_is_over(finished: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--data", nargs="*", default=(), help="only these data sets of the file")
     parser.add_argument("--methods", nargs="*", default=(), help="only these methods")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the records")
-    parser.add_argument("--processes", type=int, default=1, help="jobs that run at the same time")
+    parser.add_argument("--processes", type=int, default=1, help="trials and columns that train at the same time")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes; run again to continue")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", default="")

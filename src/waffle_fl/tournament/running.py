@@ -1,9 +1,9 @@
-"""Train what the records of a tournament lack, job by job; a job is one method on one data set.
+"""Train what the records of a tournament lack. A job is one method on one data set: its tuning, then its tables.
 
     python -m waffle_fl.tournament experiments/tournament.toml --data heart-disease --processes 8 --minutes 20
 
-Needs only torch and numpy. Every finished trial and every finished column is written at once, so an interrupted job
-continues where it stopped.
+Needs only torch and numpy. The trials of a job train in parallel, then its columns. Every finished trial and every
+finished column is written at once, so an interrupted job continues where it stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,6 @@ from waffle_fl.tournament.tasks import AliceScore, mean_points, train
 from waffle_fl.versions import RESULTS_VERSION
 
 Report = Callable[[str], None]
-FAILED = ": failed: "
 EACH_ALICE, MEANS = ("selected", "last"), ("best", "loss")  # scores in a record per Alice, and as means over Alices
 
 
@@ -64,6 +63,13 @@ def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[
     ]
 
 
+class Part(NamedTuple):
+    """What one process trains at a time: a trial of the tuning, or columns of the tables."""
+
+    trial: TuningTrial
+    columns: Sequence[tuple[Settings, int]] = ()  # column and partition; none: the trial is one of the tuning
+
+
 def run(
     file: Path,
     out: Path,
@@ -72,62 +78,121 @@ def run(
     processes: int = 1,
     report: Report = print,
 ) -> int:
-    """Run all jobs until they are done or the minutes of the runtime are over; return how many failed."""
+    """Run all jobs, the first ones first, until the minutes of the runtime are over; return how many failed."""
     if processes < 1:
         raise WaffleError(f"processes: expected at least 1, got {processes}")
     end = time.time() + 60 * runtime.minutes if runtime.minutes else float("inf")
+    if processes > 1:
+        runtime = replace(runtime, workers=1)
+    tournament, failed = load_tournament(file), 0
+    open_jobs = [_JobRun(tournament, job, out, runtime) for job in jobs]
+    running: dict[Future[int | str], _JobRun] = {}
+    with _executor(processes) as executor:
+        while open_jobs:
+            for job in open_jobs:
+                while len(running) < processes and time.time() <= end and (part := job.next_part()):
+                    running[executor.submit(_train_part, file, out, runtime, job.job, part)] = job
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                running.pop(future).completed(future.result())
+            for job in [job for job in open_jobs if not job.running and (job.is_done or time.time() > end)]:
+                open_jobs.remove(job)
+                report(job.line())
+                failed += bool(job.failure)
+    return failed
+
+
+class _Here(Executor):
+    """Runs everything at once in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _executor(processes: int) -> Executor:
     if processes == 1:
-        return sum(_reported(_run_job(file, out, runtime, job, end), report) for job in jobs)
+        return _Here()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent) as pool:
-        started = [pool.submit(_run_job, file, out, replace(runtime, workers=1), job, end) for job in jobs]
-        return sum(_reported(future.result(), report) for future in as_completed(started))
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
 
 
-def _reported(line: str, report: Report) -> bool:
-    """Report the line of a job; return whether the job failed."""
-    report(line)
-    return FAILED in line
+class _JobRun:
+    """The progress of a job."""
+
+    def __init__(self, tournament: Tournament, job: TournamentJob, out: Path, runtime: Runtime) -> None:
+        self.job, self.running, self.is_done, self.failure = job, 0, False, ""
+        self._stages = _stages(tournament, job, record_file(out, tournament, job.data), runtime)
+        self._parts: list[Part] = []
+        self._began, self._lines = 0.0, 0
+
+    def next_part(self) -> Part | None:
+        """Return a part that can train now; a stage begins when the one before is complete."""
+        if not self._parts and not self.running and not self.is_done:
+            self._began = self._began or time.time()
+            self._parts = next(self._stages, [])
+            self.is_done = not self._parts
+        if not self._parts:
+            return None
+        self.running += 1
+        return self._parts.pop(0)
+
+    def completed(self, result: int | str) -> None:
+        """Count the lines that a part wrote, or stop after its failure."""
+        self.running -= 1
+        if isinstance(result, int):
+            self._lines += result
+        else:
+            self.failure, self.is_done, self._parts = result, True, []
+
+    def line(self) -> str:
+        """Return one line for the display."""
+        name, seconds = f"{self.job.data} {self.job.method}", time.time() - self._began
+        if self.failure:
+            return f"{name}: failed: {self.failure}"
+        if not self._began:
+            return f"{name}: not started"
+        return f"{name}: {'' if self.is_done else 'stopped after '}{self._lines} lines, {seconds:.0f} s"
 
 
-def _run_job(file: Path, out: Path, runtime: Runtime, job: TournamentJob, end: float) -> str:
-    """Tune a method on a data set, then fill its part of the table. Return one line for the display."""
-    if time.time() > end:
-        return f"{job.data} {job.method}: not started"
-    tournament = load_tournament(file)
-    tasks, path, began = tournament.data[job.data], record_file(out, tournament, job.data), time.time()
-    done = 0
-    try:
-        for lines in _lines(tournament, tasks, job.method, path, runtime):
-            append_lines(path, lines)
-            done += len(lines)
-            if time.time() > end:
-                return f"{job.data} {job.method}: stopped after {done} lines, {time.time() - began:.0f} s"
-    except (WaffleError, TypeError, RuntimeError, torch.OutOfMemoryError) as error:
-        return f"{job.data} {job.method}{FAILED}{type(error).__name__}: {error}"
-    return f"{job.data} {job.method}: {done} lines, {time.time() - began:.0f} s"
-
-
-def _lines(tournament: Tournament, tasks: TaskSet, method: str, path: Path, runtime: Runtime) -> Iterator[list[Line]]:
-    """Yield the lines that a method lacks on a data set, a trial or a column at a time."""
+def _stages(tournament: Tournament, job: TournamentJob, path: Path, runtime: Runtime) -> Iterator[list[Part]]:
+    """Yield the trials that a job's record lacks, then, with the chosen trial, the columns."""
+    tasks, method = tournament.data[job.data], job.method
     known = tuned(read_lines(path))
-    for trial in tournament.trials(method, tasks):
-        if trial_key(method, trial) not in known:
-            yield [_tuning_line(tournament, tasks, method, trial, runtime)]
+    trials = [Part(trial) for trial in tournament.trials(method, tasks) if trial_key(method, trial) not in known]
+    if trials:
+        yield trials
     lines = read_lines(path)
     chosen = chosen_trial(tournament, tasks, method, lines)
     if chosen is None:
         raise WaffleError(f"{path}: the record lacks trials of {method} that were just written: is the disk full?")
     held = table(lines)
-    for columns in _stacks(tasks, runtime):
-        missing = [
+    missing = [
+        [
             (column, partition)
             for column in columns
             for partition in tournament.partitions
             if (method, column_name(column), partition) not in held
         ]
-        if missing:
-            yield _table_lines(tournament, tasks, method, chosen, missing, runtime)
+        for columns in _stacks(tasks, runtime)
+    ]
+    if any(missing):
+        yield [Part(chosen, columns) for columns in missing if columns]
+
+
+def _train_part(file: Path, out: Path, runtime: Runtime, job: TournamentJob, part: Part) -> int | str:
+    """Train a part and write its lines. Return their number, or why it failed."""
+    tournament = load_tournament(file)
+    tasks = tournament.data[job.data]
+    try:
+        if part.columns:
+            lines = _table_lines(tournament, tasks, job.method, part.trial, part.columns, runtime)
+        else:
+            lines = [_tuning_line(tournament, tasks, job.method, part.trial, runtime)]
+        append_lines(record_file(out, tournament, job.data), lines)
+    except (WaffleError, TypeError, RuntimeError, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return len(lines)
 
 
 def _stacks(tasks: TaskSet, runtime: Runtime) -> list[Sequence[Settings]]:
