@@ -29,7 +29,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from waffle_fl import APFL, SGD, FedAvg, Federation, FlatModel, RunSpec, Waffle, build, load, simulate, split
+from waffle_fl import APFL, SGD, FedAvg, Federation, FlatModel, RunSpec, WafflePaper, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
 from waffle_fl.engines import aggregation, cuda_graphs, evaluation, helper_agents, shared_training
@@ -115,7 +115,7 @@ def unequal(federation: Federation) -> Federation:
 
 def cpu_workloads(data: str) -> dict[str, Workload]:
     digits, lenet = grid(load("digits")), lenet_federation(data)
-    grid_cells = [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
+    grid_cells = [RunSpec(WafflePaper(SGD(0.1)), f, seed) for seed in range(1, 6) for f in digits]
     each = [replace(digits[0], alice=i) for i in range(10)]
     apfl = [RunSpec(APFL(SGD(0.1)), f, 1, requested=frozenset([f.alice])) for f in each]
     small = FlatModel
@@ -164,28 +164,28 @@ def gpu_workloads() -> dict[str, Workload]:
     step, parts = SGD(0.01, 0.9, 5e-4), (FOLDED, GRAPHS, LATE_ROWS, TOGETHER, KERNELS, EVALUATION)
     return {
         "MNIST table": Workload(
-            [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in table],
+            [RunSpec(WafflePaper(SGD(0.1)), f, seed) for seed in range(1, 6) for f in table],
             lambda **o: FlatModel(LeNet5, **{**fast, **o}),
             parts,
             settled=2,
             counted=3,
         ),
         "digits grid": Workload(
-            [RunSpec(Waffle(SGD(0.1)), f, seed) for seed in range(1, 6) for f in grid(load("digits"))],
+            [RunSpec(WafflePaper(SGD(0.1)), f, seed) for seed in range(1, 6) for f in grid(load("digits"))],
             lambda **o: FlatModel(lambda: mlp((1, 8, 8), 10), **{**fast, **o}),
             parts,
             settled=5,
             counted=15,
         ),
         "unequal agents": Workload(
-            [RunSpec(Waffle(SGD(0.1)), unequal(table[0]), seed) for seed in range(1, 6)],
+            [RunSpec(WafflePaper(SGD(0.1)), unequal(table[0]), seed) for seed in range(1, 6)],
             lambda **o: FlatModel(LeNet5, **{**fast, **o}),
             (LATE_ROWS,),
             settled=3,
             counted=9,
         ),
         "DLA": Workload(
-            [RunSpec(Waffle(step), dla, 1)],
+            [RunSpec(WafflePaper(step), dla, 1)],
             lambda **o: FlatModel(DLA, **{**half, **o}),
             (FUSED, ABREAST, GRAPHS),
             {"batch_size": 128},

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from waffle_fl import SGD, FedAvg, Federation, FlatModel, Local, RunSpec, Waffle, build, load, simulate, split
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, Local, RunSpec, WafflePaper, build, load, simulate, split
 from waffle_fl.algorithms import Net
 from waffle_fl.batches import Remainder
 from waffle_fl.models.batch import squared_error
@@ -93,7 +93,7 @@ def rows() -> Iterator[dict[str, Any]]:
         for n in ROWS:
             federation = three_sites(n)
             model = FlatModel(lambda: nn.Linear(10, 1), loss=squared_error)
-            waffle = [RunSpec(Waffle(SGD(0.1)), federation, seed) for seed in SEEDS]
+            waffle = [RunSpec(WafflePaper(SGD(0.1)), federation, seed) for seed in SEEDS]
             weights = [
                 outcome.measured["weights"][1]
                 for outcomes in simulate(waffle, model, rounds=40, batch_size=32, remainder=how)

@@ -33,7 +33,7 @@ from waffle_fl.ray_cluster import connection
 
 SIDES = {"local engine": 0, "two nodes": 2, "one node": 1}
 GRID: dict[str, Any] = {
-    "methods": ("fedavg", "waffle", "ditto", "apfl"),
+    "methods": ("fedavg", "waffle-paper", "ditto", "apfl"),
     "splits": ("A", "B", "C", "A*", "B*"),
     "seeds": (1, 2, 3, 4, 5),
 }

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.peers import cohort_peers, installed
-from waffle_fl import APFL, SGD, Ditto, FedAvg, FlatModel, RunSpec, Scaffold, Waffle, WeightErosion, simulate
+from waffle_fl import APFL, SGD, Ditto, FedAvg, FlatModel, RunSpec, Scaffold, WafflePaper, WeightErosion, simulate
 from waffle_fl.config import Settings
 from waffle_fl.engines.row_store import RowStore, StoredAgents, initial_rows
 from waffle_fl.engines.run_spec import Outcome, State
@@ -42,7 +42,7 @@ SIZES = (1_000, 10_000, 100_000)
 METHODS = {
     "fedavg": FedAvg,
     "scaffold": Scaffold,
-    "waffle": Waffle,
+    "waffle-paper": WafflePaper,
     "weight-erosion": WeightErosion,
     "ditto": Ditto,
     "apfl": APFL,

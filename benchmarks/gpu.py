@@ -44,7 +44,7 @@ from waffle_fl.models import DLA, LeNet5
 from waffle_fl.partition import split
 from waffle_fl.results import condense, read_runs, scores
 
-METHODS = ("local", "fedavg", "scaffold", "weight-erosion", "waffle", "apfl")
+METHODS = ("local", "fedavg", "scaffold", "weight-erosion", "waffle-paper", "apfl")
 SPLITS, SEEDS, ROUNDS = ("A", "B", "C", "A*", "B*"), (1, 2, 3, 4, 5), 100
 MNIST = Settings(data="mnist", batch_size=32, lr=0.1, precision="tf32", rounds=ROUNDS)
 
@@ -215,7 +215,7 @@ def dla() -> dict[str, Any]:
     x = rng.standard_normal((50000, 3, 32, 32), np.float32)
     noise = Dataset("noise", x, y, x[:1000], y[:1000], tuple("0123456789"), "noise", verified=False)
     federation = build(noise, split(y, y[:1000], "A"))
-    algorithm = ALGORITHMS["waffle"](sgd=SGD(0.01, 0.9, 5e-4))
+    algorithm = ALGORITHMS["waffle-paper"](sgd=SGD(0.01, 0.9, 5e-4))
     steps = sum(-(-n // 128) for n in federation.samples.tolist())
     times = []
     for outcomes in simulate([RunSpec(algorithm, federation, 1)], model, rounds=5, batch_size=128):
@@ -258,7 +258,7 @@ def repeat() -> dict[str, Any]:
     def last(specs: list[RunSpec]) -> torch.Tensor:
         return list(simulate(specs, model, rounds=4, batch_size=32))[-1][0].state.server.x
 
-    algorithm = ALGORITHMS["waffle"](sgd=SGD(0.1))
+    algorithm = ALGORITHMS["waffle-paper"](sgd=SGD(0.1))
     specs = [
         RunSpec(algorithm, federations[0], 1),
         RunSpec(algorithm, federations[1], 2),

@@ -50,7 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg+FT, shifts": ("fedavg-ft", SHIFTS),
     "FedAvg+FT, lr 0.01": ("fedavg-ft", {"lr": 0.01}),
     "FedAvg+FT, shifts, 40 rounds": ("fedavg-ft", {**SHIFTS, "rounds": 2 * ROUNDS}),
-    "WAFFLE, shifts": ("waffle", SHIFTS),
+    "WAFFLE, shifts": ("waffle-paper", SHIFTS),
 }
 
 

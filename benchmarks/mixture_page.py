@@ -19,7 +19,7 @@ from waffle_fl.tournament.plan import load_tournament
 from waffle_fl.tournament.standings import Column, Protocol, Scores, scores_of, standings
 
 EXPERIMENTS, RESULTS = Path("experiments"), Path("results")
-MIXTURE, SHOWN = "waffle-mixture", 6  # entry of the tournament file; methods in the standings
+MIXTURE, SHOWN = "waffle", 6  # entry of the tournament file; methods in the standings
 LIMITS = (("selected", 0.3), ("last", 0.7))  # of the mean gap, from the issue
 LARGEST = {"har-described": 1.0}  # of a data set's mean gap; 1.5 elsewhere
 PARTITIONS = 3
@@ -85,7 +85,7 @@ def columns(by_protocol: Mapping[Protocol, Scores]) -> str:
     scores = by_protocol["selected"]
     lines = ["| data | column | mixture | WAFFLE-kin | best other method |", "| --- | --- | --- | --- | --- |"]
     for column, (own, best, points) in gaps_of(scores).items():
-        kin = fmean(scores.columns[column]["waffle-kin"].values())
+        kin = fmean(scores.columns[column]["waffle-model"].values())
         name = NAMES[column[0]].partition(" (")[0]
         lines.append(f"| {name} | {column[1]} | {own:.2f} | {kin:.2f} | {points:.2f} {title_of(best)} |")
     return "\n".join(lines)

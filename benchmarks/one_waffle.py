@@ -46,8 +46,8 @@ TOURNAMENT = Path("experiments/tournament.toml")
 PARTITION, SEED, ALICES, HELD_OUT = 101, 1, 10, 0.25
 LRS = (0.5, 0.15)
 RECORD, PAGE = Path("results/one-waffle.jsonl"), Path("docs/one-waffle.md")
-BASES = ("local", "fedavg", "waffle-kin", "fedavg-ft", "weight-erosion", "waffle")
-WITH_NEIGHBOURS = ("local", "fedavg", "waffle-kin", "weight-erosion")
+BASES = ("local", "fedavg", "waffle", "fedavg-ft", "weight-erosion", "waffle-paper")
+WITH_NEIGHBOURS = ("local", "fedavg", "waffle", "weight-erosion")
 IN_RUNS = "har-described"  # its windows follow one another in time
 SMALLEST = 1e-30
 NAMES = {
@@ -189,7 +189,7 @@ class Rule(NamedTuple):
     fixed: bool = False
 
 
-KIN, NEAR = "waffle-kin", "waffle-kin+neighbours"
+KIN, NEAR = "waffle", "waffle+neighbours"
 PARTS, CHOSEN = (KIN, "fedavg", "local", NEAR), (1.0, 1.0, 0.2, 0.2)
 WITHOUT = {"the shared model": 0, "the average model": 1, "the model trained alone": 2, "neighbours": 3}
 

@@ -234,7 +234,7 @@ def speed() -> Iterator[dict[str, Any]]:
             tables[f"site {i}"] = (x, (x @ effect + rng.normal(size=200) > 0).astype(np.int64))
         federation = Federation.from_arrays(tables)
         began, used = time.perf_counter(), sum(os.times()[:4])
-        found = study_partners("shapley", federation, settings, "waffle", range(agents), (1, 2, 3), {}, Runtime())
+        found = study_partners("shapley", federation, settings, "waffle-paper", range(agents), (1, 2, 3), {}, Runtime())
         seconds = round(time.perf_counter() - began, 1)
         line = {"agents": agents, "trainings": found.trainings, "seeds": found.seeds, "seconds": seconds}
         yield {**line, "cpu_seconds": round(sum(os.times()[:4]) - used, 1), "load": round(os.getloadavg()[0], 1)}

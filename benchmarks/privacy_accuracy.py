@@ -44,7 +44,7 @@ CLIPS = (0.3, 1.0)  # norms of a sample's gradient; without noise largest norms 
 MORE: dict[str, list[dict[str, Any]]] = {  # the four last trials
     "local": [{"weight_decay": value} for value in (0.001, 0.01, 0.1, 0.3)],
     "fedavg": [{"weight_decay": value} for value in (0.001, 0.01, 0.1, 0.3)],
-    "waffle": [{"correction": 0.0}, {"correction": 0.3}, {"compared": "gradients"}, {"compared": "directions"}],
+    "waffle-paper": [{"correction": 0.0}, {"correction": 0.3}, {"compared": "gradients"}, {"compared": "directions"}],
     "mr-mtl": [{"lam": value} for value in (0.1, 0.3, 3.0, 5.0)],
 }
 OF_SGD = ("weight_decay",)

@@ -22,7 +22,7 @@ from waffle_fl.tournament.record import read_lines
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "results" / "privacy-accuracy.jsonl"
 PAGE, FIGURE = ROOT / "docs" / "privacy-accuracy.md", ROOT / "docs" / "figures" / "privacy-accuracy.svg"
-METHODS = ("local", "fedavg", "waffle", "mr-mtl")
+METHODS = ("local", "fedavg", "waffle-paper", "mr-mtl")
 COLOURS = ("#8c8c8c", "#4c78a8", "#d1495b", "#3a7d44")  # of the methods
 NAMES = {"heart-disease": "Heart Disease", "har": "HAR", "mnist": "MNIST B"}
 WITHOUT = "none"  # the epsilon of runs without noise

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Net, Round
 from waffle_fl.algorithms.contract import Seen
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.attacks import tamper_of
 from waffle_fl.config import check_run
 from waffle_fl.engines.aggregation import registered
@@ -47,9 +47,9 @@ from waffle_fl.privacy.sketch import compress
 SERIAL = Runtime(workers=1, allow_unverified=True)  # costs do not depend on which images a test set has
 KINDS = ("cost", "error", "runs", "attacks")
 AGENTS = {4: 2500, 10: 2500, 30: 500, 100: 100}  # samples per agent by the number of agents
-COSTS = [("lenet5", "mnist", method, *pair, 6) for method in ("waffle", "fedavg") for pair in AGENTS.items()]
-COSTS += [("lenet5", "mnist", "waffle-kin", 10, 2500, 6)]
-COSTS += [("dla", "cifar10", "waffle", 4, 32, 4)]  # the last number: rounds
+COSTS = [("lenet5", "mnist", method, *pair, 6) for method in ("waffle-paper", "fedavg") for pair in AGENTS.items()]
+COSTS += [("lenet5", "mnist", "waffle", 10, 2500, 6)]
+COSTS += [("dla", "cifar10", "waffle-paper", 4, 32, 4)]  # the last number: rounds
 SEEDS = 10
 KEYS = 10
 NOISE = 2 * (2 / SEEDS) ** 0.5  # largest difference of accuracies, in standard deviations of the seeds
@@ -128,7 +128,7 @@ def weight_error(size: int, spread: float, tries: int = 3) -> dict[str, Any]:
     """Return the mean L1 error of WAFFLE's weights over a run of 100 rounds, for ten agents and real count sketches."""
     others = np.linspace(spread, 1, 9)
     rng, errors = np.random.default_rng(0), []
-    server, _ = Waffle().init(Net(torch.zeros(1), torch.zeros(0)), 10)
+    server, _ = WafflePaper().init(Net(torch.zeros(1), torch.zeros(0)), 10)
     known = torch.ones(10) > 0
     for attempt in range(tries):
         states = [server, server]
@@ -141,7 +141,7 @@ def weight_error(size: int, spread: float, tries: int = 3) -> dict[str, Any]:
             weights = []
             for i, distances in enumerate(found):
                 seen = torch.tensor([0.0, *distances], dtype=torch.float64)
-                states[i], found_weights, _ = Waffle().weigh(states[i], Seen(seen), now)
+                states[i], found_weights, _ = WafflePaper().weigh(states[i], Seen(seen), now)
                 weights.append(found_weights["dy"])
             errors.append(float((weights[0] - weights[1]).abs().sum()))
     return {"kind": "error", "sketch": size, "spread": spread, "error": round(mean(errors), 4)}
@@ -153,7 +153,7 @@ def error_on_equal_updates(settings: dict[str, Any]) -> dict[str, float]:
     Two runs differ in all later updates once their weights differ; this is the error of the sketches alone, of `KEYS`
     series of sketches.
     """
-    config = check_run("waffle", settings, {})
+    config = check_run("waffle-paper", settings, {})
     s = config.settings
     federation = federation_of(s, "", False)
     model = model_of(s, federation, SERIAL, device_of("cpu"))
@@ -276,9 +276,9 @@ def lines(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     if "error" in kinds:
         yield from (weight_error(size, spread) for spread, size in product(SPREADS, SIZES))
     if "runs" in kinds:
-        yield from (compared(name, "waffle", settings) for name, settings in RUNS.items())
+        yield from (compared(name, "waffle-paper", settings) for name, settings in RUNS.items())
     if "attacks" in kinds:
-        yield from (attacked(method, attack) for method, attack in product(("fedavg", "waffle"), ATTACKS))
+        yield from (attacked(method, attack) for method, attack in product(("fedavg", "waffle-paper"), ATTACKS))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from waffle_fl import SGD, FedAvg, Federation, FlatModel, Local, RunSpec, Waffle, simulate
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, Local, RunSpec, WafflePaper, simulate
 from waffle_fl.algorithms.waffle_for_all import WaffleForAll
 from waffle_fl.config import Settings
 from waffle_fl.experiment import federation_of
@@ -52,7 +52,7 @@ def accuracy() -> dict[str, Any]:
             for name, method in METHODS.items()
         }
         alices = [replace(federation, alice=i) for i in range(AGENTS)]
-        scores[EACH] = [_score([RunSpec(Waffle(SGD(0.1)), f, seed) for f in alices], model) for seed in SEEDS]
+        scores[EACH] = [_score([RunSpec(WafflePaper(SGD(0.1)), f, seed) for f in alices], model) for seed in SEEDS]
         found[split] = {name: round(100 * mean(values), 2) for name, values in scores.items()}
         print(split, found[split], flush=True)
     names = [name for name in METHODS if name.startswith("WAFFLE")]

@@ -23,8 +23,7 @@ from paper.cells import (
 from paper.claims import agreement_test, percent
 from paper.markdown import Records, absent, prose, table
 from paper.page_text import DRAWS_TEXT, NOTHING_SELECTED, PERMUTATIONS_TEXT
-from paper.printed_table import SPLITS
-from waffle_fl.algorithms import TITLES
+from paper.printed_table import SPLITS, TITLES
 from waffle_fl.results import FinishedRun, Score
 
 
@@ -168,7 +167,7 @@ def _lowest(runs: Sequence[FinishedRun]) -> dict[tuple[str, str], float]:
 
 def summary_table(records: Records) -> str:
     """Return both data sets on one screen, for the README: our best round, and the paper's in parentheses."""
-    shown = ("local", "fedavg", "scaffold", "weight-erosion", "apfl", "waffle")
+    shown = ("local", "fedavg", "scaffold", "weight-erosion", "apfl", "waffle-paper")
     rows = []
     for study, name, digits in (("mnist", "MNIST", 2), ("cifar10", "CIFAR-10", 1)):
         found = {(split, m): score for (split, m), score in study_cells(study, records.parts).items() if m in shown}

@@ -7,8 +7,7 @@ from math import nan
 from statistics import mean, stdev
 from typing import Literal, TypeAlias
 
-from paper.printed_table import METHODS, TABLE, Printed
-from waffle_fl.algorithms import TITLES
+from paper.printed_table import METHODS, TABLE, TITLES, Printed
 from waffle_fl.claims.record_files import Part
 from waffle_fl.results import FinishedRun, Score
 
@@ -23,8 +22,8 @@ COLUMNS: dict[Column, str] = {
     "selected": "selected",
 }
 LATE_ROUNDS = 10
-AS_PRINTED = "waffle-printed"  # WAFFLE on CIFAR-10 with the printed distances; "waffle" compares directions there
-CIFAR_TITLES = {"waffle": "WAFFLE, directions", AS_PRINTED: "WAFFLE, printed distances"}
+AS_PRINTED = "waffle-printed"  # WAFFLE on CIFAR-10 with the printed distances; "waffle-paper" compares directions there
+CIFAR_TITLES = {"waffle-paper": "WAFFLE, directions", AS_PRINTED: "WAFFLE, printed distances"}
 
 
 def value_of(run: FinishedRun, column: Column) -> float | None:
@@ -84,7 +83,7 @@ def our_runs(part: Part) -> list[FinishedRun]:
 
 def printed_cell(study: str, split: str, method: str) -> Printed | None:
     """Return the paper's number for a cell; both rows of WAFFLE on CIFAR-10 have the same."""
-    return TABLE[study].get((split, "waffle" if method == AS_PRINTED else method))
+    return TABLE[study].get((split, "waffle-paper" if method == AS_PRINTED else method))
 
 
 def printed_text(study: str, split: str, method: str) -> str:
@@ -103,7 +102,7 @@ def title(study: str, method: str) -> str:
 def methods_in(found: Cells) -> list[str]:
     """Return the methods of some cells: those of the paper in its order, then the others."""
     present = dict.fromkeys(method for _, method in found)
-    order = [m for method in METHODS for m in ((method, AS_PRINTED) if method == "waffle" else (method,))]
+    order = [m for method in METHODS for m in ((method, AS_PRINTED) if method == "waffle-paper" else (method,))]
     return [*(m for m in order if m in present), *(m for m in present if m not in order)]
 
 

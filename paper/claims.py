@@ -10,8 +10,7 @@ from scipy.stats import t, ttest_ind_from_stats
 
 from paper.cells import AS_PRINTED, Cells, our_runs, permutes, printed_cell, study_cells
 from paper.convergence import compare
-from paper.printed_table import GLOBAL, METHODS, PAPER_SEEDS, PERSONAL, SPLITS, TABLE
-from waffle_fl.algorithms import TITLES
+from paper.printed_table import GLOBAL, METHODS, PAPER_SEEDS, PERSONAL, SPLITS, TABLE, TITLES
 from waffle_fl.claims.record_files import Part
 from waffle_fl.claims.verdict import Verdict
 from waffle_fl.results import FinishedRun, Score
@@ -33,7 +32,7 @@ def _mnist(cells: Cells) -> Iterator[Verdict]:
     yield personalised_above(cells)
     others = ("local", "fedavg", "scaffold", "apfl")
     yield above("in the mean, WAFFLE and WE above Local, FedAvg, SCAFFOLD and APFL on B and C",
-                cells, ("B", "C"), ("waffle", "weight-erosion"), others)  # fmt: skip
+                cells, ("B", "C"), ("waffle-paper", "weight-erosion"), others)  # fmt: skip
     yield near_the_best(cells)
     yield agreement(cells, "mnist")
 
@@ -44,7 +43,9 @@ def _cifar10(cells: Cells) -> Iterator[Verdict]:
     yield waffle_above(cells)
     yield personalised_above(cells)
     yield agreement(cells, "cifar10")
-    printed = {(split, "waffle" if m == AS_PRINTED else m): s for (split, m), s in cells.items() if m != "waffle"}
+    printed = {
+        (split, "waffle-paper" if m == AS_PRINTED else m): s for (split, m), s in cells.items() if m != "waffle-paper"
+    }
     for verdict in (close_to_paper(printed, "cifar10", 2), waffle_above(printed)):
         yield replace(verdict, claim=f"{verdict.claim}, with the printed distances", main=False)
 
@@ -53,7 +54,7 @@ def _speed(runs: Sequence[FinishedRun]) -> Iterator[Verdict]:
     """Check that WAFFLE reaches a common accuracy in fewer rounds than its rivals, over all splits."""
     for rival in RIVALS:
         claim = f"WAFFLE reaches a common accuracy in fewer rounds than {TITLES[rival]}, over all splits"
-        *splits, overall = compare(runs, "waffle", rival) or [None]
+        *splits, overall = compare(runs, "waffle-paper", rival) or [None]
         if overall is None:
             yield Verdict(claim, False, f"no record of WAFFLE and {TITLES[rival]}")
             continue
@@ -69,7 +70,7 @@ def _speed(runs: Sequence[FinishedRun]) -> Iterator[Verdict]:
 def waffle_above(cells: Cells) -> Verdict:
     """Check that WAFFLE is above Local and the global methods."""
     claim, others = "in the mean, WAFFLE above Local, FedAvg and SCAFFOLD on B, C, A* and B*", ("local", *GLOBAL)
-    return replace(above(claim, cells, ("B", "C", "A*", "B*"), ("waffle",), others), main=True)
+    return replace(above(claim, cells, ("B", "C", "A*", "B*"), ("waffle-paper",), others), main=True)
 
 
 def personalised_above(cells: Cells) -> Verdict:
@@ -130,8 +131,8 @@ def welch(left: Score, right: Score, by: float = 0.0) -> float:
 
 def within_the_paper(cells: Cells) -> Verdict:
     """Check that WAFFLE is on no split further below the paper's WAFFLE than the paper's own standard deviation."""
-    printed = {split: TABLE["mnist"][split, "waffle"] for split in SPLITS}
-    gaps = {split: percent(cells, split, "waffle") - printed[split].mean for split in SPLITS}
+    printed = {split: TABLE["mnist"][split, "waffle-paper"] for split in SPLITS}
+    gaps = {split: percent(cells, split, "waffle-paper") - printed[split].mean for split in SPLITS}
     held = [split for split, gap in gaps.items() if gap >= -(printed[split].std or 0.0)]
     claim = "WAFFLE within the paper's own spread, or better, on every split"
     return Verdict(claim, len(held) == len(SPLITS), f"{len(held)} of {len(SPLITS)}; {_gaps(gaps)}", main=True)
@@ -139,7 +140,7 @@ def within_the_paper(cells: Cells) -> Verdict:
 
 def close_to_paper(cells: Cells, data: str, points: float) -> Verdict:
     """Check that WAFFLE is within `points` of the paper on every split."""
-    gaps = {split: percent(cells, split, "waffle") - TABLE[data][split, "waffle"].mean for split in SPLITS}
+    gaps = {split: percent(cells, split, "waffle-paper") - TABLE[data][split, "waffle-paper"].mean for split in SPLITS}
     held = [split for split, gap in gaps.items() if abs(gap) <= points]
     claim = f"WAFFLE within {points} points of the paper on every split"
     return Verdict(claim, len(held) == len(SPLITS), f"{len(held)} of {len(SPLITS)}; {_gaps(gaps)}", main=True)
@@ -151,7 +152,7 @@ def near_the_best(cells: Cells) -> Verdict:
     for split in SPLITS:
         row = [score for (where, _), score in cells.items() if where == split and not isnan(score.mean)]
         best = max(row, key=lambda score: score.mean, default=Score(nan, None, 0, 0))
-        gaps[split] = percent(cells, split, "waffle") - 100 * best.mean
+        gaps[split] = percent(cells, split, "waffle-paper") - 100 * best.mean
         if gaps[split] >= -100 * (best.std or 0.0):
             held.append(split)
     claim = "WAFFLE within one standard deviation of our best method on every split"

@@ -12,7 +12,7 @@ from torch import Tensor
 from waffle_fl.algorithms import SGD, Algorithm, Grad, Net, Round
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Scaffold
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 
 NAMES = ("Alice", "agent 1", "agent 2")
 OPTIMA = torch.tensor([[4.0, 1.0], [3.0, 3.2], [-1.5, 3.6]], dtype=torch.float64)
@@ -24,7 +24,7 @@ SHOWN = 3  # rounds whose local steps are recorded: the paper's schematic has th
 
 def algorithms() -> dict[str, Algorithm]:
     sgd = SGD(LR)
-    return {"fedavg": FedAvg(sgd), "scaffold": Scaffold(sgd, clip=0.0), "waffle": Waffle(sgd, clip=0.0)}
+    return {"fedavg": FedAvg(sgd), "scaffold": Scaffold(sgd, clip=0.0), "waffle-paper": WafflePaper(sgd, clip=0.0)}
 
 
 def gradient(params: Tensor, stats: Tensor) -> Net:

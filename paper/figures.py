@@ -10,7 +10,7 @@ from typing import Any
 
 import altair as alt
 
-from waffle_fl.algorithms import TITLES
+from paper.printed_table import TITLES
 from waffle_fl.report.charts import COLORS, inline
 from waffle_fl.results import FinishedRun, methods_of, rows_of
 
@@ -153,7 +153,7 @@ def labels(runs: Sequence[FinishedRun]) -> Any:
 
 def omega(runs: Sequence[FinishedRun]) -> Any:
     """Draw Ω, the degree of personalisation, of the first WAFFLE run."""
-    run = next(run for run in runs if run.config.method == "waffle")
+    run = next(run for run in runs if run.config.method == "waffle-paper")
     values = [{"round": line["round"], "omega": line["omega"]} for line in run.rounds]
     return styled(
         alt.Chart(inline(values))

@@ -9,13 +9,12 @@ import altair as alt
 
 from paper.cells import Cells, study_cells
 from paper.figures import AGENTS, ALICE, styled
-from paper.printed_table import SPLITS, TABLE
-from waffle_fl.algorithms import TITLES
+from paper.printed_table import SPLITS, TABLE, TITLES
 from waffle_fl.claims.record_files import Part
 from waffle_fl.report.charts import COLORS, inline
 from waffle_fl.results import FinishedRun
 
-SHOWN = ("local", "fedavg", "scaffold", "waffle")
+SHOWN = ("local", "fedavg", "scaffold", "waffle-paper")
 HEIGHT = 230
 
 
@@ -27,7 +26,7 @@ def overview(parts: Mapping[str, Part]) -> Any:
 
 def _weights(runs: Sequence[FinishedRun]) -> Any:
     """Weight of each agent in Alice's model under WAFFLE on split C, first seed."""
-    (run,) = [r for r in runs if r.config.method == "waffle" and r.row == "C" and r.config.settings.seed == 1]
+    (run,) = [r for r in runs if r.config.method == "waffle-paper" and r.row == "C" and r.config.settings.seed == 1]
     agents = list(range(10))
     values = [
         {"round": line["round"], "agent": agent, "weight": round(weight, 4)}

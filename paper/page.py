@@ -184,7 +184,7 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     """Return (name, caption, function that draws it) for every figure whose record exists."""
     name = "mnist" if records.runs("mnist") else "mnist-6000"
     main, cifar, sizes = records.runs(name), our_runs(records.parts["cifar10"]), records.parts["mnist-sizes"].runs
-    scheduled = [run for run in main if run.config.method == "waffle"]
+    scheduled = [run for run in main if run.config.method == "waffle-paper"]
     weighed = [
         run for run in main if run.config.method in WEIGHING and run.row == "C" and run.config.settings.seed == 1
     ]

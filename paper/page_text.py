@@ -195,7 +195,7 @@ _APFL = """
 """
 METHOD_REASONS = {
     ("mnist", "scaffold"): _CLIPPED,
-    ("mnist", "waffle"): """
+    ("mnist", "waffle-paper"): """
         The anchored control variate and the clipping keep every run stable; the printed rule does not
         ([results-departures.md](results-departures.md)).
     """,

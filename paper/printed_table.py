@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from waffle_fl.algorithms import TITLES as ALL_TITLES
+
 
 class Printed(NamedTuple):
     """A cell of the paper's table in percent; CIFAR-10 has one seed, so no standard deviation."""
@@ -13,9 +15,10 @@ class Printed(NamedTuple):
 
 
 SPLITS = ("A", "B", "C", "A*", "B*")
-METHODS = ("local", "fedavg", "scaffold", "weight-erosion", "waffle", "apfl")
+METHODS = ("local", "fedavg", "scaffold", "weight-erosion", "waffle-paper", "apfl")
+TITLES = {**ALL_TITLES, "waffle-paper": "WAFFLE"}  # the pages of the paper's studies know one WAFFLE
 PAPER_SEEDS = 5  # of its MNIST results; CIFAR-10 has one
-GLOBAL, PERSONAL = ("fedavg", "scaffold"), ("weight-erosion", "waffle", "apfl", "ditto")
+GLOBAL, PERSONAL = ("fedavg", "scaffold"), ("weight-erosion", "waffle-paper", "apfl", "ditto")
 
 _MNIST = """
     96.88 0.47   98.99 0.08   99.03 0.08   99.01 0.16   98.93 0.10   97.55 0.13

@@ -14,7 +14,7 @@ from paper import drift
 from waffle_fl.algorithms import SGD, Net, Round, scaffold
 from waffle_fl.algorithms.contract import Grad, Rows, State, Vector, Weights, sums_of
 from waffle_fl.algorithms.fedavg import FedAvg
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.engines.tree import where_rows
 
 MEASURED_OVER = 60  # rounds: long enough for the largest eigenvalue to dominate
@@ -187,7 +187,7 @@ def _distances(control: Literal["anchored", "paper"]) -> str:
     problem = Quadratics(torch.diag_embed(drift.CURVATURES), drift.OPTIMA)
     new_weights = torch.tensor(NEW_WEIGHTS, dtype=torch.float64)
     weights = torch.stack([equal_weights(problem)] * SWITCH + [new_weights] * AFTER)
-    waffle, goal = Waffle(SGD(drift.LR), clip=0.0, control=control), problem.minimiser(new_weights)
+    waffle, goal = WafflePaper(SGD(drift.LR), clip=0.0, control=control), problem.minimiser(new_weights)
     states = play(waffle, problem.grad, drift.START, [drift.STEPS] * 3, len(weights), weights)
     distances = [_short(float((server.x - goal).norm())) for server, *_ in states]
     return _line({"panel": "new weights", "label": control, "switch": SWITCH, "distances": distances})
@@ -198,7 +198,8 @@ def _rates(panel: str, label: str, problem: Quadratics, steps: Sequence[int]) ->
     radius = fedavg_radius if fedavg else scaffold_radius
     weights = None if fedavg else equal_weights(problem)
     measured = [
-        measured_rate(FedAvg(SGD(lr)) if fedavg else Waffle(SGD(lr), clip=0.0), problem, steps, weights) for lr in TRIED
+        measured_rate(FedAvg(SGD(lr)) if fedavg else WafflePaper(SGD(lr), clip=0.0), problem, steps, weights)
+        for lr in TRIED
     ]
     content = {
         "panel": panel,

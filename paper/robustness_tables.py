@@ -17,7 +17,7 @@ from waffle_fl.results import WEIGHING, FinishedRun, methods_of, rows_of
 
 NAME = "robustness"
 COSTLY = 1.5  # points of accuracy
-KIN = "waffle-kin"
+KIN = "waffle"
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
 Row = tuple[str, int]  # (attack, number of attackers)

@@ -26,15 +26,14 @@ from paper.page_text import (
     SIGNIFICANT,
     SWINGS_TEXT,
 )
-from paper.printed_table import GLOBAL, METHODS, P_D, SPLITS
+from paper.printed_table import GLOBAL, METHODS, P_D, SPLITS, TITLES
 from paper.studies import STUDIES
-from waffle_fl.algorithms import TITLES
 from waffle_fl.results import PROTOCOLS, WEIGHING, FinishedRun, Protocol, scores
 
 PROTOCOL_NAMES: dict[Protocol, str] = {"best": "best round", "last": "last round", "selected": "selected"}
 TITLE = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 WITH_OTHERS, ALONE = (71, 90), (98, 100)  # rounds in which WAFFLE's Alice has partners on CIFAR-10, or none
-SWINGING = {"local": (WITH_OTHERS, ALONE), "fedavg": (WITH_OTHERS, ALONE), "waffle": (WITH_OTHERS, ALONE)}
+SWINGING = {"local": (WITH_OTHERS, ALONE), "fedavg": (WITH_OTHERS, ALONE), "waffle-paper": (WITH_OTHERS, ALONE)}
 
 
 def claims_table(records: Records) -> str:
@@ -66,13 +65,13 @@ def verdict_table(claims: Sequence[Verdict]) -> str:
 
 def departures(records: Records) -> str:
     """Return the tables of departures from the printed rules on MNIST."""
-    main = {"ours": "waffle", **{method: method for method in ("scaffold", "apfl", "local", "ditto")}}
+    main = {"ours": "waffle-paper", **{method: method for method in ("scaffold", "apfl", "local", "ditto")}}
     return _variants(records, "mnist-departures", "mnist", main, (DEPARTURES_TEXT,), DEPARTURE_NAMES)
 
 
 def distances(records: Records) -> str:
     """Return the tables of what WAFFLE's distances compare, on CIFAR-10."""
-    texts, main = (DISTANCES_TEXT, DISTANCES_CHOICE), {"directions": "waffle"}
+    texts, main = (DISTANCES_TEXT, DISTANCES_CHOICE), {"directions": "waffle-paper"}
     return _variants(records, "cifar10-departures", "cifar10-reset", main, texts, DISTANCE_NAMES)
 
 
@@ -162,7 +161,7 @@ def convergence(records: Records) -> str:
     texts = [prose(CONVERGENCE_TEXT)]
     for name in ("mnist", "mnist-6000", "cifar10"):
         runs = our_runs(records.parts[name])
-        compared = [(other, compare(runs, "waffle", other)) for other in RIVALS]
+        compared = [(other, compare(runs, "waffle-paper", other)) for other in RIVALS]
         rows = [_comparison(other, c) for other, comparisons in compared for c in comparisons]
         if rows:
             head = ["against", "split", "target", "WAFFLE", "other method", "difference", "pairs", "p"]

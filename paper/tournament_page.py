@@ -40,7 +40,7 @@ TITLES = {
     "digit-domains-described": "Digit domains",
     "office-described": "Office",
 }
-SHORT = ("weight-erosion", "waffle", "waffle-kin", "knn-per", "ditto", "fedper", "local", "fedavg")
+SHORT = ("weight-erosion", "waffle-model", "waffle-paper", "knn-per", "ditto", "fedper", "local", "fedavg")
 KINDS = {  # kind of shift -> names of its shifts
     "labels and quantities": ("dirichlet", "quantity", "prior"),
     "features": ("rotate", "blur", "noise", "contrast", "colour", "scale"),

@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def configs() -> dict[str, RunConfig]:
     """Return the runs by name: every method with its defaults, and WAFFLE in several settings."""
     methods = {method: check_run(method, TINY, {}) for method in ALGORITHMS}
-    return methods | {name: check_run("waffle", {**TINY, **more}, {}) for name, more in VARIANTS.items()}
+    return methods | {name: check_run("waffle-paper", {**TINY, **more}, {}) for name, more in VARIANTS.items()}
 
 
 def losses(config: RunConfig) -> list[float]:

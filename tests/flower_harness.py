@@ -37,7 +37,7 @@ SMALL = {"data": "digits", "agents": 3, "samples_per_agent": 40, "batch_size": 1
 
 def small_config(rounds: int, **settings: Any) -> RunConfig:
     """Return the config of a short run among three sites with a small model."""
-    return check_run("waffle", {**SMALL, "rounds": rounds, "guard": "standard", "model": "mlp", **settings}, {})
+    return check_run("waffle-paper", {**SMALL, "rounds": rounds, "guard": "standard", "model": "mlp", **settings}, {})
 
 
 def run_arguments(rounds: int, out: Path, **settings: Any) -> list[str | Path]:

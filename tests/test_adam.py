@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, refusal, shared_model
-from waffle_fl import Adam, FedAvg, Local, RunSpec, Waffle, simulate
+from waffle_fl import Adam, FedAvg, Local, RunSpec, WafflePaper, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.config import check_run
 from waffle_fl.engines.run_spec import Outcome
@@ -62,7 +62,7 @@ def test_the_fast_engine_agrees_with_the_loop(method: str) -> None:
 
 def test_kept_moments_are_part_of_the_state() -> None:
     """A run that is resumed after two rounds ends in the bits of the whole run, and keeping differs from resetting."""
-    spec = RunSpec(Waffle(KEEP), make_federation(), 1)
+    spec = RunSpec(WafflePaper(KEEP), make_federation(), 1)
     stream = simulate([spec], shared_model(), rounds=4, batch_size=BATCH)
     whole = [outcomes[0] for outcomes in stream]
     later = simulate([replace(spec, state=whole[1].state)], shared_model(), rounds=4, start=2, batch_size=BATCH)

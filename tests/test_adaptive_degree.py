@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from conftest import BATCH, CLASSES, FEATURES, make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.adaptive_degree import GradientStatistics, observe, start
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.config import check_run
 from waffle_fl.engines.aggregation import aggregate, aggregate_together, registered
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec
@@ -112,7 +112,7 @@ def concepts(relabelled: tuple[int, ...], agents: int = 6, samples: int = 40) ->
 
 
 def weights_of(federation: Federation, rounds: int = 40, **options: Any) -> list[list[float]]:
-    spec = RunSpec(Waffle(SGD(0.1), **ADAPTIVE, **options), federation, 3)
+    spec = RunSpec(WafflePaper(SGD(0.1), **ADAPTIVE, **options), federation, 3)
     return [outcome.measured["weights"] for outcome in outcomes_of(spec, make_model(), rounds=rounds)]
 
 
@@ -148,13 +148,13 @@ def test_adaptive_weights_are_normalised() -> None:
 
 def test_default_keeps_no_statistics() -> None:
     """With the default schedule the statistics are not updated, so that the paper's method has no extra cost."""
-    server = outcomes_of(RunSpec(Waffle(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
+    server = outcomes_of(RunSpec(WafflePaper(SGD(0.1)), make_federation(), 3), make_model())[-1].state.server
     assert [server.squares.item(), server.cubes.item(), server.strife.item(), server.degree.item()] == [0, 0, 0, 1]
 
 
 def test_resumed_run_is_identical() -> None:
     """A run resumed after three rounds ends with the same bits as an uninterrupted run."""
-    model, spec = make_model(torch.float32), RunSpec(Waffle(SGD(0.1), **ADAPTIVE), make_federation(), 3)
+    model, spec = make_model(torch.float32), RunSpec(WafflePaper(SGD(0.1), **ADAPTIVE), make_federation(), 3)
     unbroken = [outcomes[0] for outcomes in simulate([spec], model, rounds=6, batch_size=BATCH)]
     resumed = replace(spec, state=unbroken[2].state)
     last = [outcomes[0] for outcomes in simulate([resumed], model, rounds=6, start=3, batch_size=BATCH)][-1]
@@ -164,7 +164,7 @@ def test_resumed_run_is_identical() -> None:
 
 def test_batched_aggregation_agrees() -> None:
     """Aggregated in one batch, as on a GPU, two adaptive federations get the same results as one by one."""
-    algorithm, model, work = Waffle(SGD(0.1), denominator="range", **ADAPTIVE), make_model(), []
+    algorithm, model, work = WafflePaper(SGD(0.1), denominator="range", **ADAPTIVE), make_model(), []
     settings = RoundSettings(10, BATCH)
     for seed, alice in ((3, 0), (4, 2)):
         federation = make_federation(alice=alice, seed=seed)
@@ -183,6 +183,6 @@ def test_batched_aggregation_agrees() -> None:
 
 def test_adaptive_is_a_setting() -> None:
     """omega = "adaptive" is accepted like any schedule, and suggested when misspelt."""
-    assert check_run("waffle", {}, {"omega": "adaptive"}).options["omega"] == "adaptive"
+    assert check_run("waffle-paper", {}, {"omega": "adaptive"}).options["omega"] == "adaptive"
     with pytest.raises(WaffleError, match="did you mean adaptive"):
-        check_run("waffle", {}, {"psi": "adaptiv"})
+        check_run("waffle-paper", {}, {"psi": "adaptiv"})

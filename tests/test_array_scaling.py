@@ -54,7 +54,7 @@ def given(path: Path, **options: Any) -> Federation:
     return Federation.from_folder(path, preprocessing="none", **options)
 
 
-RUN = ("run", "waffle", "--alice", "south", "--rounds", "20", "--batch-size", "8", "--no-baselines", "--quiet")
+RUN = ("run", "waffle-paper", "--alice", "south", "--rounds", "20", "--batch-size", "8", "--no-baselines", "--quiet")
 
 
 def trained(data: Path, out: Path, *arguments: str) -> Path:

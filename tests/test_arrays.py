@@ -41,7 +41,7 @@ def trained(made: Federation, rounds: int = 3, batch_size: int = 64) -> list[dic
     """Return the measurements of a few rounds of WAFFLE on the federation."""
     shape, classes = made.shape, len(made.class_names)
     model = FlatModel(lambda: mlp(shape, classes, hidden=4))
-    spec = RunSpec(ALGORITHMS["waffle"](sgd=SGD(0.1)), made, 1)
+    spec = RunSpec(ALGORITHMS["waffle-paper"](sgd=SGD(0.1)), made, 1)
     stream = simulate([spec], model, rounds=rounds, batch_size=batch_size, workers=1)
     return [outcomes[0].measured for outcomes in stream]
 
@@ -205,7 +205,7 @@ def test_another_agent_without_samples_is_kept_at_weight_zero() -> None:
     """D7: another agent without samples is kept with a warning, and has weight 0 in every round."""
     made = federation(alice=agent(1), bob=agent(2, train=0), carol=agent(3))
     assert made.samples.tolist() == [12, 0, 12]
-    notes = advice(RunConfig(method="waffle", settings=Settings()), made)
+    notes = advice(RunConfig(method="waffle-paper", settings=Settings()), made)
     assert [note for note in notes if "bob" in note] == ["bob without training samples: weight 0 throughout"]
     for measured in trained(made):
         assert measured["weights"][1] == 0

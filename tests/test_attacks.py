@@ -14,7 +14,7 @@ import torch
 from conftest import BATCH, make_federation, make_model, outcomes_of, refusal
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.scaffold import Scaffold, Up
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.attacks import ATTACKS, attackers_of, parse, poisoned, tamper_of
 from waffle_fl.attacks.poison import stamped
 from waffle_fl.attacks.updates import Scene
@@ -152,7 +152,7 @@ def test_stamp_is_a_patch() -> None:
 @pytest.mark.parametrize("attack", ATTACK_NAMES)
 def test_every_attack_runs_and_resumes(attack: str, tmp_path: Path) -> None:
     """Each attack runs by its name, the record names the attackers and their weight, and runs repeat bit for bit."""
-    config = check_run("waffle", {**SMALL, "attack": attack, "attackers": 2}, {})
+    config = check_run("waffle-paper", {**SMALL, "attack": attack, "attackers": 2}, {})
     folders = [tmp_path / name for name in ("first", "second")]
     execute([(config, folder) for folder in folders], Runtime(workers=1, stack=1))
     rounds = [read_rounds(folder / "rounds.jsonl") for folder in folders]
@@ -193,7 +193,7 @@ def test_local_is_not_attacked(tmp_path: Path) -> None:
 )
 def test_invalid_attacks_are_rejected(attack: str, expected: str) -> None:
     """An unknown or invalid attack is rejected with one line before any work."""
-    assert expected in refusal(check_run, "waffle", {"attack": attack}, {})
+    assert expected in refusal(check_run, "waffle-paper", {"attack": attack}, {})
 
 
 def test_label_attacks_need_classes() -> None:
@@ -213,7 +213,7 @@ def screened(attack: str, algorithm: Any, guard: str = "standard") -> list[dict[
 
 
 @pytest.mark.parametrize("attack", ["sign-flip(3)", "ipm", "free-rider", "mimic"])
-@pytest.mark.parametrize("method", [Scaffold, Waffle])
+@pytest.mark.parametrize("method", [Scaffold, WafflePaper])
 def test_the_guard_finds_crude_attacks(attack: str, method: Any) -> None:
     """Sign flips, inner products, free riders and mimics have almost no weight under the guard."""
     rounds = screened(attack, method(SGD(0.1)))

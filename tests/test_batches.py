@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import make_federation, make_model
-from waffle_fl import SGD, FedALA, FedAvg, FlatModel, Local, RunSpec, Scaffold, Waffle, simulate
+from waffle_fl import SGD, FedALA, FedAvg, FlatModel, Local, RunSpec, Scaffold, WafflePaper, simulate
 from waffle_fl.algorithms import Adam, Algorithm
 from waffle_fl.batches import Batches, Remainder, batch_sizes
 from waffle_fl.config import RunConfig, check_run
@@ -117,7 +117,7 @@ def test_the_error_changes_smoothly_with_the_number_of_rows() -> None:
 def ally_weight(rows: int, remainder: Remainder) -> float:
     """Weight of an ally with so many rows in Alice's model, mean over three seeds and all rounds, trained by Adam."""
     model = FlatModel(lambda: nn.Linear(10, 1), loss=squared_error)
-    specs = [RunSpec(Waffle(Adam(0.03)), three_sites(rows), seed) for seed in (1, 2, 3)]
+    specs = [RunSpec(WafflePaper(Adam(0.03)), three_sites(rows), seed) for seed in (1, 2, 3)]
     stream = simulate(specs, model, rounds=20, batch_size=32, remainder=remainder, workers=1)
     return mean(outcome.measured["weights"][1] for outcomes in stream for outcome in outcomes)
 

@@ -14,7 +14,7 @@ from reference.paper import calc_weights as slow
 from waffle_fl.algorithms import SGD, Round
 from waffle_fl.algorithms.contract import angular_distance
 from waffle_fl.algorithms.schedules import evaluate, parse, sigmoid
-from waffle_fl.algorithms.waffle import Waffle, calc_weights
+from waffle_fl.algorithms.waffle_paper import WafflePaper, calc_weights
 from waffle_fl.errors import WaffleError
 
 TINY_FLOATS = st.floats(-100, 100, allow_subnormal=False)
@@ -93,7 +93,7 @@ def test_history_keeps_the_raw_weights() -> None:
     from waffle_fl.algorithms.scaffold import Up
     from waffle_fl.models import Net
 
-    waffle = Waffle(SGD())
+    waffle = WafflePaper(SGD())
     server, _ = waffle.init(Net(torch.zeros(1, dtype=torch.float64), torch.zeros(0)), 4)
     up = Up(torch.tensor([[0.0], [1.0], [1.25], [2.0]], dtype=torch.float64), torch.zeros(4, 0))
     after, info = waffle.aggregate(server, up, round_of(4, r=50))

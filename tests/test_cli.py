@@ -26,17 +26,17 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "wrong", "right"),
     [
-        (["run", "wafle"], "wafle", "waffle"),
+        (["run", "wafle"], "wafle", "waffle-paper"),
         (["run", "Scafold"], "Scafold", "scaffold"),
-        (["rum", "waffle"], "rum", "run"),
+        (["rum", "waffle-paper"], "rum", "run"),
         (["data", "digitz"], "digitz", "digits"),
         (["data", "fashionmnist"], "fashionmnist", "fashion-mnist"),
         (["run", "local", "--data", "sintetic"], "sintetic", "synthetic"),
         (["run", "local", "--model", "lenet"], "lenet", "lenet5"),
-        (["run", "waffle", "--omega", "sigmod(3)"], "sigmod", "sigmoid"),
-        (["run", "waffle", "--ronds", "3"], "--ronds", "--rounds"),
-        (["run", "waffle", "--batch_sise=3"], "--batch_sise", "--batch-size"),
-        (["run", "waffle", "--omga", "x"], "--omga", "--omega"),
+        (["run", "waffle-paper", "--omega", "sigmod(3)"], "sigmod", "sigmoid"),
+        (["run", "waffle-paper", "--ronds", "3"], "--ronds", "--rounds"),
+        (["run", "waffle-paper", "--batch_sise=3"], "--batch_sise", "--batch-size"),
+        (["run", "waffle-paper", "--omga", "x"], "--omga", "--omega"),
         (["bench", "grid.toml", "--dry-rum"], "--dry-rum", "--dry-run"),
         (["report", "runs", "--titel", "x"], "--titel", "--title"),
         (["data", "digits", "--splt", "C"], "--splt", "--split"),
@@ -57,14 +57,14 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one(
 @pytest.mark.parametrize(
     ("text", "wrong", "right", "number"),
     [
-        ('methods = ["waffle"]\n\nlerning_rate = 0.1\n', "lerning_rate", "lr", 3),
-        ('methods = ["waffle"]\n\nlerning-rate = 0.1\n', "lerning-rate", "lr", 3),
-        ('methods = ["waffle"]\nbatch_sise = 16\n', "batch_sise", "batch_size", 2),
-        ('methods = ["waffle"]\nbatch-size = 16\n', "batch-size", "batch_size", 2),
-        ('# momentun\nmethods = ["waffle"]\n  momentun = 0.9\n', "momentun", "momentum", 3),
-        ('method = ["waffle"]\nmethods = ["waffle"]\n', "method", "methods", 1),
-        ('methods = ["waffle"]\n[wafle]\nclip = 1\n', "wafle", "waffle", 2),
-        ('methods = ["waffle"]\n[waffle]\n\nomeg = "sigmoid(3)"\n', "omeg", "omega", 4),
+        ('methods = ["waffle-paper"]\n\nlerning_rate = 0.1\n', "lerning_rate", "lr", 3),
+        ('methods = ["waffle-paper"]\n\nlerning-rate = 0.1\n', "lerning-rate", "lr", 3),
+        ('methods = ["waffle-paper"]\nbatch_sise = 16\n', "batch_sise", "batch_size", 2),
+        ('methods = ["waffle-paper"]\nbatch-size = 16\n', "batch-size", "batch_size", 2),
+        ('# momentun\nmethods = ["waffle-paper"]\n  momentun = 0.9\n', "momentun", "momentum", 3),
+        ('method = ["waffle-paper"]\nmethods = ["waffle-paper"]\n', "method", "methods", 1),
+        ('methods = ["waffle-paper"]\n[wafle]\nclip = 1\n', "wafle", "waffle-paper", 2),
+        ('methods = ["waffle-paper"]\n[waffle-paper]\n\nomeg = "sigmoid(3)"\n', "omeg", "omega", 4),
     ],
     ids=lambda value: "" if "\n" in str(value) else str(value),
 )
@@ -85,7 +85,7 @@ def test_a_misspelt_method_in_a_file_is_named(here: Path) -> None:
 
 def test_the_line_number_is_that_of_the_wrong_table(here: Path) -> None:
     """When two methods have an option of the same name, the message has the line of the wrong one."""
-    text = 'methods = ["waffle", "scaffold"]\n[waffle]\nclip = 2.0\n[scaffold]\nclip = -1.0\n'
+    text = 'methods = ["waffle-paper", "scaffold"]\n[waffle-paper]\nclip = 2.0\n[scaffold]\nclip = -1.0\n'
     assert "clip (line 5): expected at least 0, got -1.0" in refusal(waffle("bench", toml(here, text)))
 
 
@@ -94,7 +94,7 @@ def test_the_line_number_is_that_of_the_wrong_table(here: Path) -> None:
 
 def test_all_problems_of_a_file_are_reported_at_once(here: Path) -> None:
     """One message lists every wrong type, range and value of an experiment file, each with its line."""
-    text = """methods = ["waffle"]
+    text = """methods = ["waffle-paper"]
 rounds = 0
 epochs = 0
 batch_size = 0
@@ -108,7 +108,7 @@ validation = 1.0
 weight_decay = inf
 typo = 1
 
-[waffle]
+[waffle-paper]
 clip = -1
 eta_g = 0
 omega = "sigmoid(-2)"
@@ -179,25 +179,25 @@ def test_a_flag_with_an_invalid_value_is_named(flags: list[str], what: str) -> N
     [
         ("", "methods"),
         ("methods = []", "methods"),
-        ('methods = "waffle"', "methods"),
+        ('methods = "waffle-paper"', "methods"),
         ("methods = [1]", "methods"),
-        ('methods = ["waffle"]\nseeds = [1.5]', "seeds"),
-        ('methods = ["waffle"]\nseeds = [-1]', "seeds"),
-        ('methods = ["waffle"]\nsplits = []', "splits"),
-        ('methods = ["waffle"]\nsplits = ["Z"]', "'Z'"),
-        ('methods = ["waffle"]\nshares = [["a"]]', "shares"),
-        ('methods = ["waffle"]\nshares = [[0.5, 0.5]]', "share matrix"),
-        ('methods = ["waffle"]\nsizes = [1, 0]', "numbers above 0"),
-        ('methods = ["waffle"]\nsizes = 2', "a list of numbers"),
-        ('methods = ["waffle"]\nvariants = 1', "[variants.NAME]"),
-        ('methods = ["waffle"]\n[variants]\na = 1', "[variants.NAME]"),
-        ('methods = ["waffle"]\n[variants."../up"]', "a run name"),
-        ('methods = ["waffle"]\n[variants.a]\nrounds = 0', "rounds (line 3): expected at least 1"),
-        ('methods = ["waffle"]\n[variants.a]\nditto = {lam = 1.0}', "not among the experiment's methods"),
-        ('methods = ["waffle"]\n[waffle]\nomega = {B = "sigmoid(1)"}', "no split 'B'"),
-        ('methods = ["waffle"]\n[waffle]\nclip = {C = -1.0}', "clip"),
-        ('methods = ["waffle"]\nsplits = ["A", "C"]\n[waffle]\nclip = {C = 1.0}', "no value for split A"),
-        ('methods = ["waffle"]\n[ditto]\nlam = 1.0', "not among the experiment's methods"),
+        ('methods = ["waffle-paper"]\nseeds = [1.5]', "seeds"),
+        ('methods = ["waffle-paper"]\nseeds = [-1]', "seeds"),
+        ('methods = ["waffle-paper"]\nsplits = []', "splits"),
+        ('methods = ["waffle-paper"]\nsplits = ["Z"]', "'Z'"),
+        ('methods = ["waffle-paper"]\nshares = [["a"]]', "shares"),
+        ('methods = ["waffle-paper"]\nshares = [[0.5, 0.5]]', "share matrix"),
+        ('methods = ["waffle-paper"]\nsizes = [1, 0]', "numbers above 0"),
+        ('methods = ["waffle-paper"]\nsizes = 2', "a list of numbers"),
+        ('methods = ["waffle-paper"]\nvariants = 1', "[variants.NAME]"),
+        ('methods = ["waffle-paper"]\n[variants]\na = 1', "[variants.NAME]"),
+        ('methods = ["waffle-paper"]\n[variants."../up"]', "a run name"),
+        ('methods = ["waffle-paper"]\n[variants.a]\nrounds = 0', "rounds (line 3): expected at least 1"),
+        ('methods = ["waffle-paper"]\n[variants.a]\nditto = {lam = 1.0}', "not among the experiment's methods"),
+        ('methods = ["waffle-paper"]\n[waffle-paper]\nomega = {B = "sigmoid(1)"}', "no split 'B'"),
+        ('methods = ["waffle-paper"]\n[waffle-paper]\nclip = {C = -1.0}', "clip"),
+        ('methods = ["waffle-paper"]\nsplits = ["A", "C"]\n[waffle-paper]\nclip = {C = 1.0}', "no value for split A"),
+        ('methods = ["waffle-paper"]\n[ditto]\nlam = 1.0', "not among the experiment's methods"),
         ("methods = [", "not valid TOML"),
         ("\x00", "not valid TOML"),
     ],
@@ -217,9 +217,9 @@ def test_a_file_that_cannot_be_read_is_named(here: Path, name: str) -> None:
 
 def test_variants_are_separate_experiments(here: Path) -> None:
     """A variant overrides the settings above it, merges its tables option by option, and has its own folder."""
-    text = """methods = ["waffle"]
+    text = """methods = ["waffle-paper"]
 lr = 0.2
-[waffle]
+[waffle-paper]
 clip = 1.0
 [variants.fast]
 lr = 0.5
@@ -227,12 +227,12 @@ waffle = {control = "paper"}
 [variants.other]
 methods = ["local"]
 """
-    path = toml(here, text.replace("[waffle]\nclip = 1.0\n", ""))
+    path = toml(here, text.replace("[waffle-paper]\nclip = 1.0\n", ""))
     shown = waffle("bench", path, "--dry-run", "--out", "out")
     assert shown.out.splitlines() == ["out/fast/digits-C-waffle-1", "out/other/digits-C-local-1"]
     fast = load_experiments(Path(toml(here, text.replace('[variants.other]\nmethods = ["local"]\n', ""))))[0]
     assert fast.settings.lr == 0.5
-    assert fast.options["waffle"] == {"clip": 1.0, "control": "paper"}
+    assert fast.options["waffle-paper"] == {"clip": 1.0, "control": "paper"}
 
 
 def test_one_split_and_one_seed_are_not_ignored(here: Path) -> None:
@@ -321,7 +321,7 @@ def test_an_extreme_schedule_runs_with_finite_numbers(here: Path, schedule: str,
 @pytest.mark.parametrize("schedule", ["sigmoid(-1)", "sigmoid(-1e-300)"])
 def test_a_negative_slope_is_refused(here: Path, flag: str, schedule: str) -> None:
     """A sigmoid that would end in global training is refused before anything is written."""
-    assert "slope >= 0" in refusal(waffle("run", "waffle", flag, schedule))
+    assert "slope >= 0" in refusal(waffle("run", "waffle-paper", flag, schedule))
     assert list(here.iterdir()) == []
 
 
@@ -391,7 +391,7 @@ def test_a_user_defined_schedule_is_used(here: Path, schedules: str) -> None:
 )
 def test_a_schedule_that_cannot_be_imported_is_named(schedule: str) -> None:
     """A module:function that does not exist, or is not a function, is refused by name."""
-    assert schedule in refusal(waffle("run", "waffle", "--omega", schedule))
+    assert schedule in refusal(waffle("run", "waffle-paper", "--omega", schedule))
 
 
 # --- C9: devices
@@ -429,7 +429,7 @@ def test_running_out_of_gpu_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_newer_experiment_file_is_refused_with_both_versions(here: Path) -> None:
     """An experiment file of schema 2 is refused when the program reads schema 1."""
-    line = refusal(waffle("bench", toml(here, 'schema = 2\nmethods = ["waffle"]\nnew_key = 1\n')))
+    line = refusal(waffle("bench", toml(here, 'schema = 2\nmethods = ["waffle-paper"]\nnew_key = 1\n')))
     assert "schema 1" in line
     assert "got schema 2" in line
 
@@ -488,7 +488,7 @@ def test_no_setting_leads_out_of_the_folder(here: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ('methods = ["local", "waffle", "local"]', "methods"),
+        ('methods = ["local", "waffle-paper", "local"]', "methods"),
         ('methods = ["local"]\nseeds = [1, 2, 1]', "seeds"),
         ('methods = ["local"]\nsplits = ["A", "A"]', "splits"),
     ],

@@ -185,7 +185,7 @@ def test_a_missing_argument_is_one_line(command: str) -> None:
 
 def test_no_traceback_in_a_real_process(here: Path) -> None:
     """Run as a separate process, the command refuses in one line with exit code 2."""
-    path = toml(here, 'methods = ["waffle"]\nlr = nan\nrounds = 0\n[waffle]\nomega = "nowhere:f"\n')
+    path = toml(here, 'methods = ["waffle-paper"]\nlr = nan\nrounds = 0\n[waffle-paper]\nomega = "nowhere:f"\n')
     line = refusal(process("bench", path))
     assert "lr (line 2)" in line
     assert "rounds (line 3)" in line
@@ -217,7 +217,7 @@ def test_a_damaged_config_is_refused(here: Path, content: str) -> None:
 # --- bench
 
 GRID = """
-methods = ["waffle", "local"]
+methods = ["waffle-paper", "local"]
 splits = ["C", "A"]
 seeds = [2, 1]
 data = "synthetic"
@@ -225,12 +225,14 @@ model = "linear"
 samples_per_agent = 20
 rounds = 60
 
-[waffle]
+[waffle-paper]
 clip = {C = 1.5, A = 2.5}
 omega = {A = "constant(0.25)", C = "sigmoid(3.2)"}
 eta_g = 0.5
 """
-RUNS = [f"synthetic-{split}-{method}-{seed}" for method in ("waffle", "local") for split in "CA" for seed in (2, 1)]
+RUNS = [
+    f"synthetic-{split}-{method}-{seed}" for method in ("waffle-paper", "local") for split in "CA" for seed in (2, 1)
+]
 TABLES = ["table.csv", "table.md", "table.tex"]
 CHARTS = ["accuracy", "weights", "labels", "omega"]
 
@@ -272,12 +274,14 @@ def test_a_grid_runs_every_cell(bench: Bench) -> None:
 
 def test_integers_and_equal_floats_give_one_config(here: Path) -> None:
     """Where a float is allowed, 2 and 2.0 give the same config."""
-    text = 'methods = ["waffle"]\nsplits = ["A"]\nsizes = {0}\n[waffle]\nclip = {1}\neta_g = {{ A = {1} }}\n'
+    text = (
+        'methods = ["waffle-paper"]\nsplits = ["A"]\nsizes = {0}\n[waffle-paper]\nclip = {1}\neta_g = {{ A = {1} }}\n'
+    )
     files = [toml(here, text.format(*n), f"{i}.toml") for i, n in enumerate([("[2, 1]", "2"), ("[2.0, 1.0]", "2.0")])]
     with_int, with_float = (plan(load_experiment(file), here)[0][0] for file in files)
     assert json.dumps(with_int.to_json()) == json.dumps(with_float.to_json())
-    assert json.dumps(check_run("waffle", {}, {"clip": 2}).to_json()) == json.dumps(
-        check_run("waffle", {}, {"clip": 2.0}).to_json()
+    assert json.dumps(check_run("waffle-paper", {}, {"clip": 2}).to_json()) == json.dumps(
+        check_run("waffle-paper", {}, {"clip": 2.0}).to_json()
     )
 
 
@@ -295,7 +299,7 @@ def test_options_by_split_reach_their_runs(bench: Bench) -> None:
         split = config["settings"]["split"]
         assert name == f"synthetic-{split}-{config['method']}-{config['settings']['seed']}"
         assert config["settings"]["rounds"] == 60
-        if config["method"] == "waffle":
+        if config["method"] == "waffle-paper":
             assert config["options"]["clip"] == {"C": 1.5, "A": 2.5}[split]
             assert config["options"]["omega"] == {"C": "sigmoid(3.2)", "A": "constant(0.25)"}[split]
             assert config["options"]["eta_g"] == 0.5
@@ -334,7 +338,7 @@ def test_finished_runs_are_skipped(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_a_killed_bench_resumes(bench: Bench, here: Path) -> None:
     """After SIGKILL the same command finishes the bench with bitwise identical results."""
     out = here / "out"
-    line = ("waffle", "bench", bench.file, "--out", out, "--quiet", "--checkpoint-seconds", "0")
+    line = ("waffle-paper", "bench", bench.file, "--out", out, "--quiet", "--checkpoint-seconds", "0")
     child = fork_server.shared().start(*line)
     while not any(len(read_rounds(path)) >= 3 for path in out.glob("*/rounds.jsonl")):
         assert child.poll() is None
@@ -366,7 +370,7 @@ def test_agents_whose_runs_diverge_are_named(here: Path) -> None:
 
 def test_a_grid_that_diverges_still_reports(here: Path) -> None:
     """Diverged runs do not stop a bench: the report marks them, and the exit code is 0."""
-    text = 'methods = ["local", "waffle"]\ndata = "synthetic"\nmodel = "linear"\nrounds = 3\nlr = 1e38\n'
+    text = 'methods = ["local", "waffle-paper"]\ndata = "synthetic"\nmodel = "linear"\nrounds = 3\nlr = 1e38\n'
     shown = waffle("bench", toml(here, text), "--out", "out", "--json")
     assert shown.code == 0
     assert {run["status"] for run in strict(shown.out)["runs"]} == {"diverged"}
@@ -455,7 +459,7 @@ def test_alice_all_trains_one_model_per_agent(
 ) -> None:
     """`--alice all` trains one model per agent, each in its own folder, and prints the mean and the lowest metric."""
     monkeypatch.chdir(tmp_path)
-    line = ["run", "waffle", "--data", "digits", "--agents", "3", "--rounds", "2", "--alice", "all", "--quiet"]
+    line = ["run", "waffle-paper", "--data", "digits", "--agents", "3", "--rounds", "2", "--alice", "all", "--quiet"]
     assert COMMANDS["run"](line[1:]) == 0
     shown = capsys.readouterr().out
     assert "balanced accuracy" in shown

@@ -12,7 +12,7 @@ import torch
 
 from cli_support import waffle
 from conftest import BATCH, fitted, make_federation, outcomes_of, refusal, shared_model
-from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Scaffold, Waffle, WeightErosion, simulate
+from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Scaffold, WafflePaper, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS, contract
 from waffle_fl.config import check_run
 from waffle_fl.engines import cohort_sums, workers
@@ -27,11 +27,11 @@ from waffle_fl.records import read_rounds
 SIZES = (12, 9, 0, 17, 7, 5, 8, 11, 6, 10, 13, 4, 9, 8, 7, 12, 5, 6, 11, 10)
 STEP = SGD(0.1, 0.9, 0.01, "keep")
 QUARTER: dict[str, Any] = {"participation": 5 / 19, "rounds": 5, "epochs": 1, "workers": 1}
-SIX = ("waffle", "scaffold", "weight-erosion", "fedavg", "ditto", "apfl")
+SIX = ("waffle-paper", "scaffold", "weight-erosion", "fedavg", "ditto", "apfl")
 METHODS = {
-    "waffle": Waffle(SGD(0.1)),
-    "waffle, kept momentum": Waffle(STEP, control="paper"),
-    "waffle, gradients": Waffle(STEP, compared="gradients", denominator="range"),
+    "waffle-paper": WafflePaper(SGD(0.1)),
+    "waffle, kept momentum": WafflePaper(STEP, control="paper"),
+    "waffle, gradients": WafflePaper(STEP, compared="gradients", denominator="range"),
     "scaffold": Scaffold(SGD(0.1)),
     "scaffold, by samples": Scaffold(STEP, weighting="samples"),
     "weight erosion": WeightErosion(STEP, p_d=0.1),
@@ -124,13 +124,13 @@ def test_settings_that_need_all_agents_are_refused(tmp_path: Path) -> None:
     for changed in (replace(spec, everyone=True), replace(spec, tamper=lambda up, r: up)):
         assert "with states on disk" in refusal(simulate, [changed], shared_model(), **QUARTER)
     assert "in every RunSpec" in refusal(simulate, [spec, replace(spec, store=None)], shared_model(), **QUARTER)
-    adaptive = replace(spec, algorithm=Waffle(psi="adaptive"))
+    adaptive = replace(spec, algorithm=WafflePaper(psi="adaptive"))
     assert "psi = adaptive" in refusal(simulate, [adaptive], shared_model(), **QUARTER)
 
 
 def test_a_diverged_run_ends_with_its_last_state(tmp_path: Path) -> None:
     """The round is repeated, then the run ends; the states on disk are those before the round."""
-    spec = RunSpec(Waffle(SGD(1e30)), make_federation(SIZES, alice=3), 1, store=RowStore(tmp_path))
+    spec = RunSpec(WafflePaper(SGD(1e30)), make_federation(SIZES, alice=3), 1, store=RowStore(tmp_path))
     *_, last = outcomes_of(spec, shared_model(), **QUARTER)
     assert "diverged" in str(last.error)
     assert last.attempt == 2
@@ -207,7 +207,7 @@ def folder_bits(folder: Path) -> tuple[bytes, list[Any]]:
     return (folder / "model.safetensors").read_bytes(), [(line["loss"], line["participants"]) for line in rounds]
 
 
-@pytest.mark.parametrize("method", ["scaffold", "apfl", "waffle"])
+@pytest.mark.parametrize("method", ["scaffold", "apfl", "waffle-paper"])
 def test_a_run_on_disk_is_stopped_and_continued_as_one_in_memory(method: str, tmp_path: Path) -> None:
     """A run whose states are on disk ends in the bits of one in memory, and leaves no states behind."""
     runtime = Runtime(device="cpu", workers=1, checkpoint_seconds=0)

@@ -19,7 +19,7 @@ COMPLETE = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _waff
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The completion script for bash."""
-    path = tmp_path_factory.mktemp("completion") / "waffle"
+    path = tmp_path_factory.mktemp("completion") / "waffle-paper"
     path.write_text(waffle("completion", "bash").out)
     return path
 
@@ -29,11 +29,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("line", "expected"),
     [
         (["re"], {"report", "reproduce", "resume"}),
-        (["run", "waf"], {"waffle", "waffle-kin"}),
+        (["run", "waf"], {"waffle-paper", "waffle"}),
         (["tune", "scaff"], {"scaffold"}),
-        (["run", "waffle", "--ome"], {"--omega"}),
+        (["run", "waffle-paper", "--ome"], {"--omega"}),
         (["run", "fedprox", "--ome"], set()),
-        (["run", "waffle", "--rounds", "3", "--see"], {"--seed"}),
+        (["run", "waffle-paper", "--rounds", "3", "--see"], {"--seed"}),
         (["predict", "folder", "--tr"], {"--trust"}),
         (["predict", ""], set()),
         (["report", "--det"], {"--details"}),

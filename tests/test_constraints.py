@@ -14,7 +14,7 @@ from waffle_fl.algorithms.apfl import APFL
 from waffle_fl.algorithms.contract import check_agents
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.fedprox import FedProx
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.config import RunConfig, Settings, check_run
 from waffle_fl.constraints import (
     Parameter,
@@ -40,16 +40,16 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (SGD, {"momentum": 5}, "momentum: expected a number from 0 to below 1, got 5"),
     (SGD, {"weight_decay": -1}, "weight_decay: expected at least 0, got -1"),
     (SGD, {"momentum_between_rounds": "kep"}, "expected 'reset' or 'keep', got 'kep', did you mean 'keep'?"),
-    (Waffle, {"eta_g": -1}, "eta_g: expected a number above 0, got -1"),
-    (Waffle, {"clip": -1}, "clip: expected at least 0, got -1"),
-    (Waffle, {"denominator": "typo"}, "denominator: expected 'max' or 'range', got 'typo'"),
-    (Waffle, {"compared": "direction"}, "got 'direction', did you mean 'directions'?"),
-    (Waffle, {"control": "papr"}, "control: expected 'anchored' or 'paper', got 'papr', did you mean 'paper'?"),
-    (Waffle, {"omega": "sigmod(3)"}, "omega: unknown schedule 'sigmod', did you mean sigmoid?"),
-    (Waffle, {"omega": "sigmoid(-2)"}, "omega: a sigmoid needs a slope >= 0, got -2.0"),
-    (Waffle, {"psi": "nowhere:schedule"}, "psi: cannot import the schedule 'nowhere:schedule'"),
-    (Waffle, {"psi": 3}, "psi: expected text or a function, got 3"),
-    (Waffle, {"sgd": 0.1}, "sgd: expected SGD or Adam, got 0.1"),
+    (WafflePaper, {"eta_g": -1}, "eta_g: expected a number above 0, got -1"),
+    (WafflePaper, {"clip": -1}, "clip: expected at least 0, got -1"),
+    (WafflePaper, {"denominator": "typo"}, "denominator: expected 'max' or 'range', got 'typo'"),
+    (WafflePaper, {"compared": "direction"}, "got 'direction', did you mean 'directions'?"),
+    (WafflePaper, {"control": "papr"}, "control: expected 'anchored' or 'paper', got 'papr', did you mean 'paper'?"),
+    (WafflePaper, {"omega": "sigmod(3)"}, "omega: unknown schedule 'sigmod', did you mean sigmoid?"),
+    (WafflePaper, {"omega": "sigmoid(-2)"}, "omega: a sigmoid needs a slope >= 0, got -2.0"),
+    (WafflePaper, {"psi": "nowhere:schedule"}, "psi: cannot import the schedule 'nowhere:schedule'"),
+    (WafflePaper, {"psi": 3}, "psi: expected text or a function, got 3"),
+    (WafflePaper, {"sgd": 0.1}, "sgd: expected SGD or Adam, got 0.1"),
     (APFL, {"mix": 3}, "mix: expected a number from 0 to 1, got 3"),
     (APFL, {"adaptive": True}, "adaptive: expected 'step' or 'round' or 'off', got True"),
     (FedProx, {"mu": -5}, "mu: expected at least 0, got -5"),
@@ -105,7 +105,7 @@ def test_positional_values_are_checked() -> None:
 
 def test_all_problems_are_listed_at_once() -> None:
     """One message names every wrong field."""
-    text = problem_of(Waffle, {"clip": -1, "eta_g": 0, "denominator": "typo", "omega": "linar"})
+    text = problem_of(WafflePaper, {"clip": -1, "eta_g": 0, "denominator": "typo", "omega": "linar"})
     assert re.findall(r"(?:^|; )(\w+): ", text) == ["clip", "denominator", "omega", "eta_g"]
 
 
@@ -145,28 +145,28 @@ def test_compatible_types_are_accepted() -> None:
     numpy = pytest.importorskip("numpy")
     assert SGD(1).lr == 1
     assert SGD(numpy.float64(0.5)).lr == 0.5
-    assert callable(Waffle(omega=lambda r, rounds: 0.5).omega)
-    assert Waffle(omega="adaptive", psi="step(0.5)").psi == "step(0.5)"
+    assert callable(WafflePaper(omega=lambda r, rounds: 0.5).omega)
+    assert WafflePaper(omega="adaptive", psi="step(0.5)").psi == "step(0.5)"
 
 
 def test_a_config_gives_the_messages_of_the_constructors() -> None:
     """A config with wrong values is refused with the messages of the constructors."""
     with pytest.raises(WaffleError) as caught:
-        check_run("waffle", {"rounds": 0, "lr": -1.0}, {"eta_g": -1, "omega": "sigmod(3)"})
+        check_run("waffle-paper", {"rounds": 0, "lr": -1.0}, {"eta_g": -1, "omega": "sigmod(3)"})
     expected = [*problem_of(Settings, {"rounds": 0, "lr": -1.0}).split("; ")]
-    expected += problem_of(Waffle, {"eta_g": -1, "omega": "sigmod(3)"}).split("; ")
+    expected += problem_of(WafflePaper, {"eta_g": -1, "omega": "sigmod(3)"}).split("; ")
     assert sorted(str(caught.value).split("; ")) == sorted(expected)
 
 
 def test_settings_of_an_earlier_version_are_read() -> None:
     """A config that lacks later settings, and has lists in place of tuples, can be read."""
-    content = RunConfig(method="waffle", settings=Settings(sizes=(1.0, 2.0))).to_json()
+    content = RunConfig(method="waffle-paper", settings=Settings(sizes=(1.0, 2.0))).to_json()
     settings = {**content["settings"], "sizes": [1, 2], "alice": 0}
     settings.pop("momentum_between_rounds")
     options = {k: v for k, v in content["options"].items() if k != "compared"}
     read = RunConfig.from_json({**content, "settings": settings, "options": options})
     assert read.settings == Settings(sizes=(1.0, 2.0))
-    assert read.algorithm() == Waffle(sgd=SGD())
+    assert read.algorithm() == WafflePaper(sgd=SGD())
 
 
 @pytest.mark.parametrize("rule", ["krum(99)", "multi-krum(2)", "trimmed-mean(f=2)"])
@@ -180,7 +180,7 @@ def test_valid_rules_are_accepted() -> None:
     """Rules that expect a minority, and methods without a limit on agents, are accepted."""
     for rule in ("mean", "median", "krum", "krum(4)", "centered-clipping(2)"):
         check_agents(FedAvg(aggregation=rule), 10)
-    check_agents(Waffle(), 1)
+    check_agents(WafflePaper(), 1)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (data / f"{name}.csv").write_text("dose,age,drug\n" + "\n".join(lines) + "\n")
     lines = [f"{4 * (i % 4)},0.1" for i in range(12)]
     (folder / "new.csv").write_text("dose,age\n" + "\n".join(lines) + "\n")
-    line = ["run", "waffle", "--data", data, "--target", "drug", "--alice", "=1+1", "--rounds", "8", "--quiet"]
+    line = ["run", "waffle-paper", "--data", data, "--target", "drug", "--alice", "=1+1", "--rounds", "8", "--quiet"]
     shown = waffle(*line, "--batch-size", "8", "--training", "given", "--no-baselines", "--out", folder / "run")
     assert shown.code == 0, shown.err
     return folder

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, make_model
-from waffle_fl import SGD, RunSpec, Waffle, simulate
+from waffle_fl import SGD, RunSpec, WafflePaper, simulate
 from waffle_fl.engines import cuda_graphs
 
 
@@ -22,7 +22,7 @@ class Eager:
 @pytest.mark.parametrize("sizes", [(16, 16, 16, 16), (80, 8, 8, 8), (23, 9, 32, 14)])
 def test_replayed_steps_equal_plain_steps(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any lengths end with the same bits as without graphs, also where some rows continue alone."""
-    spec = RunSpec(Waffle(SGD(0.1, 0.5)), make_federation(sizes), 1)
+    spec = RunSpec(WafflePaper(SGD(0.1, 0.5)), make_federation(sizes), 1)
     plain = [o.state.server.x for (o,) in simulate([spec], make_model(), rounds=3, batch_size=BATCH, workers=1)]
     captured: list[int] = []
 

@@ -129,7 +129,7 @@ def test_a_missing_or_invalid_public_key_is_one_line(content: bytes | None, fold
     if content is not None:
         (folder / "keys" / "north.pub").write_bytes(content)
         (folder / "keys" / "south.pub").write_bytes(content)
-    job = Job.create(folder, check_run("waffle", {"data": "hospitals"}, {}), tmp_path / "run", force=False)
+    job = Job.create(folder, check_run("waffle-paper", {"data": "hospitals"}, {}), tmp_path / "run", force=False)
     assert "north.pub" in refusal(JobRunner, folder, job, None)
 
 
@@ -184,7 +184,7 @@ def test_peers_prints_a_line_per_site(folder: Path, capsys: pytest.CaptureFixtur
 def test_a_deployment_refuses_an_attack(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A deployment rejects an attack, which works in simulations only, and makes no job."""
     out = ["--folder", str(folder), "--out", str(tmp_path / "run")]
-    assert _run(["deploy", "run", "waffle", "--data", "hospitals", "--attack", "sign-flip", *out]) == 2
+    assert _run(["deploy", "run", "waffle-paper", "--data", "hospitals", "--attack", "sign-flip", *out]) == 2
     assert "attack works in simulations only" in capsys.readouterr().err
     assert not (folder / "jobs").exists()
 

@@ -132,7 +132,9 @@ def test_names_in_the_paper_map_exist() -> None:
     text = (ROOT / "docs" / "paper.md").read_text()
     code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py"))
     tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))
-    for name in re.findall(r"`(?:scaffold|waffle|schedules|contract|Waffle|AgentTraining|FlatModel|SGD)\.(\w+)`", text):
+    for name in re.findall(
+        r"`(?:scaffold|waffle|schedules|contract|WafflePaper|AgentTraining|FlatModel|SGD)\.(\w+)`", text
+    ):
         if name != "py":
             assert f"def {name}(" in code, name
     for name in re.findall(r"`(test_\w+)`", text):

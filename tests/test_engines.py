@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from conftest import BATCH, CLASSES, FEATURES, make_federation, shared_model
-from waffle_fl import SGD, FlatModel, RunSpec, Waffle, simulate
+from waffle_fl import SGD, FlatModel, RunSpec, WafflePaper, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm
 from waffle_fl.engines import aggregation, helper_agents, loop, run_workers, workers
 from waffle_fl.engines.run_spec import Outcome, own_net
@@ -129,14 +129,14 @@ def test_single_rows_agree_with_the_loop(method: str) -> None:
     assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), images(), 1)], CONV, rounds=2)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("method", ["waffle", "fedbn", "fedavg", "apfl", "cobo", "fedpac", "feddbe"])
+@pytest.mark.parametrize("method", ["waffle-paper", "fedbn", "fedavg", "apfl", "cobo", "fedpac", "feddbe"])
 def test_statistics_and_dropout_agree_with_the_loop(method: str) -> None:
     """BatchNorm's statistics and seeded dropout are the same in both engines."""
     federation = make_federation(SIZES)
     assert_engines_agree([RunSpec(ALGORITHMS[method](sgd=STEP), federation, 1)], NORMALISED)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("method", ["waffle", "fedfomo", "fedala", "ifca", "cobo", "fedcollab", "fedpac"])
+@pytest.mark.parametrize("method", ["waffle-paper", "fedfomo", "fedala", "ifca", "cobo", "fedcollab", "fedpac"])
 def test_an_agent_without_samples(method: str) -> None:
     """An agent without training samples takes no part in either engine."""
     federation = make_federation(SIZES)
@@ -150,7 +150,7 @@ def test_attacks_and_the_guard() -> None:
     def tamper(up: Any, r: int) -> Any:
         return up._replace(dy=torch.cat([up.dy[:3], -50 * up.dy[3:]]))
 
-    spec = RunSpec(Waffle(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
+    spec = RunSpec(WafflePaper(STEP), make_federation(), 1, tamper=tamper, attackers=(3,))
     assert_engines_agree([spec], shared_model(), guard="standard")
 
 
@@ -158,7 +158,7 @@ def test_divergence_ends_a_run_in_both_engines() -> None:
     """Runs whose Alice has unusable data end with the same error, and the others continue."""
     broken = make_federation()
     broken.x[broken.train[0]] = torch.inf
-    specs = [RunSpec(Waffle(STEP), broken, 1), RunSpec(Waffle(STEP), make_federation(), 2)]
+    specs = [RunSpec(WafflePaper(STEP), broken, 1), RunSpec(WafflePaper(STEP), make_federation(), 2)]
     assert_engines_agree(specs, shared_model())
 
 
@@ -184,7 +184,7 @@ def depth_at_first_gradient(monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
     monkeypatch.setattr(torch.autograd, "grad", measured)
     stream: Iterator[list[Outcome]] = simulate(
-        [RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], shared_model(), rounds=1, batch_size=BATCH, **options
+        [RunSpec(WafflePaper(SGD(0.1)), make_federation(), 1)], shared_model(), rounds=1, batch_size=BATCH, **options
     )
     next(stream)
     return found[0]
@@ -224,6 +224,6 @@ def test_draws_in_the_forward_pass_train_on_a_gpu() -> None:
             return self.layer(x + 0.1 * torch.rand_like(x))
 
     model = FlatModel(Noisy, device="cuda")
-    outcomes = rounds([RunSpec(Waffle(SGD(0.1)), make_federation(), 1)], model)
+    outcomes = rounds([RunSpec(WafflePaper(SGD(0.1)), make_federation(), 1)], model)
     assert not model.capturable
     assert len(outcomes) == 3

@@ -53,7 +53,7 @@ def test_a_manifest_of_another_schema_is_refused_for_its_schema(tmp_path: Path) 
 def test_a_record_that_names_code_is_refused(tmp_path: Path) -> None:
     """A condensed record that names code to import is refused for that reason."""
     settings, options = {"schema": 1, "model": "auto"}, {"omega": "mine:schedule"}
-    tables = {"settings": settings, "options": options, "config": {"method": "waffle"}, "provenance": {}}
+    tables = {"settings": settings, "options": options, "config": {"method": "waffle-paper"}, "provenance": {}}
     path = tmp_path / "record.jsonl"
     path.write_text(json.dumps({"run": "a", "tables": tables, "result": {}, "rounds": {}}) + "\n")
     message = refusal(read_condensed, path)

@@ -70,7 +70,19 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run on user data with its baselines."""
     folder = tmp_path_factory.mktemp("compared")
     data = folder_of_tables(folder / "data", numbers=False)
-    line = ["run", "waffle", "--data", data, "--target", "outcome", "--alice", "north", "--rounds", "4", "--quiet"]
+    line = [
+        "run",
+        "waffle-paper",
+        "--data",
+        data,
+        "--target",
+        "outcome",
+        "--alice",
+        "north",
+        "--rounds",
+        "4",
+        "--quiet",
+    ]
     shown = waffle(*line, "--training", "given", "--out", folder / "run")
     assert shown.code == 0, shown.err
     return folder / "run"

@@ -13,7 +13,7 @@ from sklearn.base import clone, is_classifier, is_regressor
 from torch import nn
 
 from conftest import make_federation, refusal
-from waffle_fl import FlatModel, PersonalizedClassifier, PersonalizedRegressor, RunSpec, Waffle, simulate
+from waffle_fl import FlatModel, PersonalizedClassifier, PersonalizedRegressor, RunSpec, WafflePaper, simulate
 from waffle_fl.models import mlp
 
 QUICK: dict[str, Any] = {"rounds": 4, "batch_size": 8, "device": "cpu"}
@@ -64,9 +64,9 @@ def test_a_federation_trains_as_the_engine_does() -> None:
     federation = make_federation(alice=1)
     fitted = PersonalizedClassifier(model=lambda shape, classes: mlp(shape, classes, 6), **QUICK).fit(federation)
     model = FlatModel(lambda: mlp((5,), 3, hidden=6))
-    *_, (last,) = simulate([RunSpec(Waffle(), federation, 1)], model, rounds=4, batch_size=8)
+    *_, (last,) = simulate([RunSpec(WafflePaper(), federation, 1)], model, rounds=4, batch_size=8)
     assert fitted.history_[-1]["accuracy"] == last.measured["accuracy"]
-    net = Waffle().personal(last.state.server, last.state.agents, 4)
+    net = WafflePaper().personal(last.state.server, last.state.agents, 4)
     x = federation.x[federation.test[1]]
     expected = model.predict(net.params[1], net.stats[1], x).argmax(dim=1)
     assert fitted.predict(x).tolist() == [federation.class_names[k] for k in expected]

@@ -21,7 +21,7 @@ from waffle_fl.results import FinishedRun, condense
 
 ROOT = Path(__file__).parent.parent
 FILE = """
-methods = ["fedavg", "waffle"]
+methods = ["fedavg", "waffle-paper"]
 splits = ["A"]
 seeds = [1, 2]
 rounds = 50
@@ -101,7 +101,7 @@ def test_vary_makes_one_experiment_per_combination(clone: Path) -> None:
 def test_vary_needs_lists(tmp_path: Path) -> None:
     """A single value in [vary] is refused."""
     file = tmp_path / "x.toml"
-    file.write_text('methods = ["waffle"]\n[vary]\nguard = "off"\n')
+    file.write_text('methods = ["waffle-paper"]\n[vary]\nguard = "off"\n')
     assert "expected lists" in refusal(load_experiments, file)
 
 
@@ -127,7 +127,7 @@ def test_claims_that_hold(clone: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("case", "broken"),
     [
-        (({"guard": "standard", "attack": "none", "method": "waffle"}, (0.896,)), "free"),
+        (({"guard": "standard", "attack": "none", "method": "waffle-paper"}, (0.896,)), "free"),
         (({"guard": "standard", "attack": "backdoor", "attackers": 3}, (0.88,)), "held"),
         (({"guard": "standard", "attack": "sign-flip(3)"}, (0.88, 0.9)), "held"),
         (({"guard": "standard", "attack": "sign-flip(3)"}, (0.9, 0.88)), "held"),
@@ -160,7 +160,7 @@ def test_claims_need_all_methods_and_seeds(clone: Path) -> None:
     """A claim does not hold until every compared method and every seed is in the record."""
     part = recorded(clone)
     claims, name = read_claims(clone / "experiments" / "small.toml"), next(iter(part.runs))
-    for removed in (lambda run: run.config.method == "waffle", lambda run: run.config.settings.seed == 1):
+    for removed in (lambda run: run.config.method == "waffle-paper", lambda run: run.config.settings.seed == 1):
         incomplete = replace(part, runs={**part.runs, name: [run for run in part.runs[name] if not removed(run)]})
         assert any("no complete record of" in verdict.numbers for verdict in check_claims(claims, incomplete))
     assert all(verdict.holds for verdict in check_claims(claims, part))
@@ -248,7 +248,7 @@ def test_tables_of_a_record(clone: Path) -> None:
 
 def test_costly_attacks_are_counted(clone: Path) -> None:
     """Cases over 1.5 points below the honest run are counted per method and guard, and the worst one is named."""
-    case = {"method": "waffle", "attack": "backdoor", "guard": "standard"}
+    case = {"method": "waffle-paper", "attack": "backdoor", "guard": "standard"}
     part = recorded(clone, case=(case, (0.5,)))
     text = "\n".join(
         robustness_tables.summary(part, check_claims(read_claims(clone / "experiments" / "small.toml"), part))

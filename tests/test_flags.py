@@ -18,7 +18,7 @@ GRID = 'methods = ["local"]\nsplits = ["A"]\ndata = "synthetic"\n'
 @pytest.mark.parametrize("command", RENAMED)
 def test_the_help_lists_only_new_names(command: str) -> None:
     """The new name of every renamed flag is in the help of its command, the old name is not."""
-    method = ["waffle"] if command in ("run", "tune") else []
+    method = ["waffle-paper"] if command in ("run", "tune") else []
     words = waffle(command, *method, "--help").out.replace(",", " ").split()
     for old, new in RENAMED[command].items():
         assert new in words
@@ -65,7 +65,7 @@ def test_a_flag_of_several_values_is_given_once(tmp_path: Path) -> None:
 
 def test_flags_that_default_to_true_are_suggested() -> None:
     """A misspelt --no-baselines is refused with the right name."""
-    assert "did you mean --no-baselines?" in refusal(waffle("run", "waffle", "--no-baseline"))
+    assert "did you mean --no-baselines?" in refusal(waffle("run", "waffle-paper", "--no-baseline"))
 
 
 def test_parse_replaces_old_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

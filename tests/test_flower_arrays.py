@@ -45,7 +45,7 @@ def folder_of(path: Path, **options: Any) -> Path:
 
 def config(**settings: Any) -> RunConfig:
     given = {"data": "arrays", "alice": "south", "batch_size": 8, "rounds": 3, "precision": "float64"}
-    return check_run("waffle", {**given, "guard": "standard", "model": "mlp", **settings}, {})
+    return check_run("waffle-paper", {**given, "guard": "standard", "model": "mlp", **settings}, {})
 
 
 @pytest.mark.parametrize("settings", [{}, {"preprocessing": "local"}, {"preprocessing": "none"}, {"validation": 0.2}])

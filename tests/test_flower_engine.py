@@ -144,7 +144,7 @@ def test_optional_hooks(method: str, settings: dict[str, Any], tmp_path: Path) -
     assert bits(tmp_path / "run")[:2] == reference[:2]
 
 
-@pytest.mark.parametrize("method", ["waffle", "ditto", "fedfomo", "ifca", "cfl", "knn-per", "fedala", "fedper"])
+@pytest.mark.parametrize("method", ["waffle-paper", "ditto", "fedfomo", "ifca", "cfl", "knn-per", "fedala", "fedper"])
 def test_alice_all(method: str, folder: Path, tmp_path: Path) -> None:
     """With alice = "all" one message carries the requests for every Alice, and each run equals its simulation."""
     job_config = config(method, alice="all", rounds=2)
@@ -169,7 +169,7 @@ def test_a_deployed_run_folder_can_be_reported_and_opened(folder: Path, tmp_path
     assert torch.equal(open_run(tmp_path / "run").outputs(x), open_run(site_model).outputs(x))
 
 
-@pytest.mark.parametrize("method", ["waffle", "waffle-kin"])
+@pytest.mark.parametrize("method", ["waffle-paper", "waffle"])
 def test_a_model_computed_by_the_server_needs_no_permission(method: str, folder: Path, tmp_path: Path) -> None:
     """If the server can compute Alice's model, its run folder holds it even if model_may_leave is false."""
     for site in (folder / "sites").iterdir():
@@ -179,7 +179,7 @@ def test_a_model_computed_by_the_server_needs_no_permission(method: str, folder:
 
 
 def mixture() -> RunConfig:
-    return check_run("waffle-kin", dict(vars(config(validation=0.3).settings)), {"prediction": "mixture"})
+    return check_run("waffle", dict(vars(config(validation=0.3).settings)), {"prediction": "mixture"})
 
 
 def test_a_mixture_gives_the_simulator_s_bits(folder: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_site_that_lost_its_state_starts_its_own_model_anew(folder: Path, tmp_
 
 
 @pytest.mark.parametrize("losers", [("a", "b"), ("b",)])
-@pytest.mark.parametrize("method", ["scaffold", "waffle", "waffle-kin", "ifca"])
+@pytest.mark.parametrize("method", ["scaffold", "waffle-paper", "waffle", "ifca"])
 def test_f4_a_lost_state_is_restored(method: str, losers: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     """F4: sites that lost their state get the server's copy, and no bit changes."""
     seen: list[int] = []

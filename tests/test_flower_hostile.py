@@ -209,7 +209,9 @@ def test_a_second_survey_is_refused(settings: dict[str, Any], site: Path) -> Non
 def test_the_same_survey_is_free(site: Path) -> None:
     """Runs with other methods, seeds and Alices on the same data do not count as new surveys."""
     write_patients(site)
-    facts = [Server(site, config(m, seed=k), f"run-{k}").survey() for k, m in enumerate(("waffle", "ditto", "local"))]
+    facts = [
+        Server(site, config(m, seed=k), f"run-{k}").survey() for k, m in enumerate(("waffle-paper", "ditto", "local"))
+    ]
     assert len({json.dumps(found.prepared) for found in facts}) == 1
 
 
@@ -595,7 +597,7 @@ def test_no_unlisted_module_is_imported(where: str, first: SurveyedSite, monkeyp
     (canary / "modules").mkdir(parents=True)
     (canary / "modules" / "hostile_rule.py").write_text(f"open({str(canary / 'imported')!r}, 'w')\nbuild = print")
     monkeypatch.setattr(sys, "path", [str(canary / "modules"), *sys.path])
-    content = config("waffle").to_json()
+    content = config("waffle-paper").to_json()
     part = "settings" if where in content["settings"] else "options"
     content[part][where] = "hostile_rule:build"
     reply = first.server.send(stage="hello", known={}, config=content)
@@ -688,7 +690,7 @@ def test_every_field_of_a_preparation_has_its_type(changes: dict[str, Any], firs
 def test_no_import_outside_the_list(named: str, first: SurveyedSite) -> None:
     """`imports` must list an import exactly."""
     for part, where in (("options", "omega"), ("options", "psi"), ("settings", "model")):
-        content = config("waffle").to_json()
+        content = config("waffle-paper").to_json()
         content[part][where] = named
         reply = first.server.send(stage="hello", known={}, config=content)
         assert "does not import" in reply.fields["error"]

@@ -46,7 +46,7 @@ Intercept = Callable[[str, Message, Message], Message | None]
 
 
 def config(
-    rounds: int = 2, method: str = "waffle", options: dict[str, Any] | None = None, **settings: Any
+    rounds: int = 2, method: str = "waffle-paper", options: dict[str, Any] | None = None, **settings: Any
 ) -> RunConfig:
     """Return the config of a masked run of five sites."""
     given = {

@@ -32,7 +32,7 @@ def config(rounds: int = 3, options: dict[str, Any] | None = None, **settings: A
     base = small_config(rounds).settings
     given: dict[str, Any] = {"data": "digits", "samples_per_agent": 40, "batch_size": 16, "precision": "float64"}
     given |= {"model": base.model, "rounds": rounds, "agents": 5, "privacy": "masked", "guard": "off", "split": "B*"}
-    return check_run("waffle-kin", {**given, **settings}, {"head_layers": 0, **(options or {})})
+    return check_run("waffle", {**given, **settings}, {"head_layers": 0, **(options or {})})
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def config(method: str, **more: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("waffle", {}),
+        ("waffle-paper", {}),
         ("ditto", {"momentum": 0.5, "momentum_between_rounds": "keep"}),
         ("cobo", {}),
         ("fedfomo", {"alice": "2"}),

@@ -477,7 +477,9 @@ def test_a_site_without_its_data_does_not_start(tmp_path: Path, capsys: pytest.C
     assert "has no key yet: make one with waffle deploy join" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["run", "--help"], ["run", "waffle", "--help"], ["site", "--help"], ["--help"]])
+@pytest.mark.parametrize(
+    "words", [["run", "--help"], ["run", "waffle-paper", "--help"], ["site", "--help"], ["--help"]]
+)
 def test_help_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Every help text is printed and contains no type-checker comment."""
     with contextlib.suppress(SystemExit):
@@ -516,7 +518,18 @@ def test_operator_gets_no_values_and_sites_import_no_modules(tmp_path: Path) -> 
     deployment = Deployment(folder)
     deployment.environment["PYTHONPATH"] = str(canary)
     with deployed(deployment):
-        common = ["run", "waffle", "--data", "hospitals", "--alice", "north", "--rounds", "1", "--batch-size", "16"]
+        common = [
+            "run",
+            "waffle-paper",
+            "--data",
+            "hospitals",
+            "--alice",
+            "north",
+            "--rounds",
+            "1",
+            "--batch-size",
+            "16",
+        ]
         for k, (flags, words) in enumerate(
             [
                 (["--target", "outcome", "--categorical", "age"], "column 'age' holds numbers, and"),

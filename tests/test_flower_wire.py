@@ -133,7 +133,7 @@ def test_w1_from_alice_three_times(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "diverged"
 
 
-@pytest.mark.parametrize("method", ["fedavg", "waffle"])
+@pytest.mark.parametrize("method", ["fedavg", "waffle-paper"])
 def test_w7_guard_off(method: str, folder: Path, tmp_path: Path) -> None:
     """W7: with the guard off, zero and opposed updates are weighted as in the paper."""
     schedule_lies(folder, b={2: "W7 zeros", 3: "W7 opposed"})
@@ -164,7 +164,7 @@ def test_w9_two_replies(folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert bits(tmp_path / "run")[:2] == bits(run_simulation(config(3), tmp_path / "reference"))[:2]
 
 
-@pytest.mark.parametrize("method", ["scaffold", "waffle"])
+@pytest.mark.parametrize("method", ["scaffold", "waffle-paper"])
 def test_w10_w11_false_claims_change_no_bit(method: str, folder: Path, tmp_path: Path) -> None:
     """W10, W11: the server ignores claimed samples, steps, agent and `dc`, so no bit changes."""
     schedule_lies(folder, b=dict.fromkeys(range(1, 4), FALSE_CLAIMS))
@@ -172,7 +172,7 @@ def test_w10_w11_false_claims_change_no_bit(method: str, folder: Path, tmp_path:
     assert bits(tmp_path / "run")[:2] == bits(run_simulation(config(3, method), tmp_path / "reference"))[:2]
 
 
-@pytest.mark.parametrize("method", ["waffle", "scaffold", "fedavg", "ifca", "cfl", "fedamp", "apple"])
+@pytest.mark.parametrize("method", ["waffle-paper", "scaffold", "fedavg", "ifca", "cfl", "fedamp", "apple"])
 def test_w12_w13_only_alice_is_valid(method: str, folder: Path, tmp_path: Path) -> None:
     """W12, W13: if all other updates are rejected, Alice's weight is 1, a note is written, and the run continues."""
     schedule_lies(folder, b={2: "W1 NaN"}, c={2: "rubbish"})
@@ -191,7 +191,7 @@ def test_w12_all_others_offline(folder: Path, tmp_path: Path, monkeypatch: pytes
     def offline(name: str, request: Message, reply: Message) -> Message | None:
         return None if name != "a" and request.fields.get("tasks") else reply
 
-    run_job(folder, config(2, "waffle"), tmp_path / "run", Grid(folder, offline))
+    run_job(folder, config(2, "waffle-paper"), tmp_path / "run", Grid(folder, offline))
     assert [line["weights"] for line in bits(tmp_path / "run")[1]] == [[1.0, 0.0, 0.0]] * 2
     assert notes(folder).count("only Alice's own update was used") == 2
 

@@ -244,7 +244,7 @@ def test_cifar_python(tmp_path: Path) -> None:
 EXPERIMENT = """\
 # a grid
 schema = 1
-methods = ["local", "fedavg", "waffle"]
+methods = ["local", "fedavg", "waffle-paper"]
 splits = ["A", "B", "C*"]
 seeds = [1, 2]
 data = "digits"
@@ -254,7 +254,7 @@ test = "all"
 shared_permutation = true
 shares = [[0.5, 0.5], [1, 0]]
 
-[waffle]
+[waffle-paper]
 omega = "sigmoid(3.2)"
 clip = 2
 denominator = "max"
@@ -266,9 +266,10 @@ B = 1.0
 """
 KEYS = (
     "schema", "methods", "splits", "seeds", "data", "agents", "lr", "test", "shared_permutation", "shares", "alice",
-    "validation", "rounds", "seed", "momentum", "lerning_rate", "waffle", "waffle.omega", "waffle.psi", "waffle.clip",
-    "waffle.eta_g.A", "ditto.lam", "apfl", "a.b.c", "sizes", "variants", "variants.a", "variants.a.lr",
-    "variants.a.waffle", '""', '"a\\nb"', "'é'", "1",
+    "validation", "rounds", "seed", "momentum", "lerning_rate", "waffle-paper",
+    "waffle-paper.omega", "waffle-paper.psi", "waffle-paper.clip",
+    "waffle-paper.eta_g.A", "ditto.lam", "apfl", "a.b.c", "sizes", "variants", "variants.a", "variants.a.lr",
+    "variants.a.waffle-paper", '""', '"a\\nb"', "'é'", "1",
 )  # fmt: skip
 VALUES = (
     "0", "1", "-1", "1.5", "-0.0", "inf", "-inf", "nan", "1e400", "9" * 25, "1" + "0" * 400, "9" * 5000, "0x1f", "true",
@@ -276,7 +277,7 @@ VALUES = (
     "[[]]", "[[1, 2], [3]]", "[1, 'a']", "['A', 'A']", "['local']", "['unknown']", "[1, 1]", "[-1]", "[true]", "{}",
     "{A = 1}", "{A = {B = 2}}", '"sigmoid(3.2)"', '"sigmoid(-1)"', '"sigmoid(1,2,3)"', '"linear(nan)"', '"linear(x)"',
     '"nowhere:f"', '":"', '"math:pi"', '".a:b"', '"..:b"', '"math:"', '"²"', "[" * 50 + "]" * 50, "'''a\nb'''",
-    "[waffle]",
+    "[waffle-paper]",
 )  # fmt: skip
 
 
@@ -296,9 +297,9 @@ def toml_inputs(rng: random.Random) -> Iterator[bytes]:
                 yield "\n".join(chosen).encode()
             case 2:
                 rows = (f"{rng.choice(KEYS)} = {rng.choice(VALUES)}" for _ in range(rng.randrange(1, 5)))
-                yield "\n".join(['methods = ["waffle"]', *rows]).encode()
+                yield "\n".join(['methods = ["waffle-paper"]', *rows]).encode()
             case 3:
-                yield rng.choice((b"", b'methods = ["waffle"]\n')) + rng.randbytes(rng.randrange(40))
+                yield rng.choice((b"", b'methods = ["waffle-paper"]\n')) + rng.randbytes(rng.randrange(40))
 
 
 def test_toml(tmp_path: Path) -> None:
@@ -306,8 +307,8 @@ def test_toml(tmp_path: Path) -> None:
     path = tmp_path / "fuzz.toml"
     path.write_text(EXPERIMENT)
     sound = load_experiment(path)
-    assert sound.methods == ("local", "fedavg", "waffle")
-    assert sound.options["waffle"]["eta_g"] == {"A": 1.0, "B": 1.0, "C*": 0.5}
+    assert sound.methods == ("local", "fedavg", "waffle-paper")
+    assert sound.options["waffle-paper"]["eta_g"] == {"A": 1.0, "B": 1.0, "C*": 0.5}
     tally = Tally()
     for content in toml_inputs(random.Random(4)):
         path.write_bytes(content)
@@ -334,7 +335,7 @@ def test_toml(tmp_path: Path) -> None:
 def test_hard_toml(tmp_path: Path, text: str) -> None:
     """Valid TOML that is too large, too deep or not an experiment is refused in one line."""
     path = tmp_path / "hard.toml"
-    path.write_text(f'methods = ["waffle"]\n{text}\n')
+    path.write_text(f'methods = ["waffle-paper"]\n{text}\n')
     tally = Tally()
     tally.feed(text.encode(), lambda: load_experiment(path))
     assert not tally.offences, tally.report()

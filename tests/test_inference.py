@@ -46,7 +46,7 @@ def write(path: Path, lines: list[list[Any]], header: str = HEADER) -> Path:
 
 def trained(folder: Path, *arguments: str) -> Path:
     """Train three rounds of WAFFLE in a folder."""
-    shown = waffle("run", "waffle", "--rounds", "3", "--quiet", "--device", "cpu", "--out", folder, *arguments)
+    shown = waffle("run", "waffle-paper", "--rounds", "3", "--quiet", "--device", "cpu", "--out", folder, *arguments)
     assert shown.code == 0, shown.err
     return folder
 
@@ -309,7 +309,7 @@ def test_the_card_is_complete(runs: Path, tmp_path: Path) -> None:
     strict(waffle("export", runs / "ill-run", "--out", tmp_path, "--format", "none", "--json").out)
     card = json.loads((tmp_path / "card.json").read_text())
     run = read_run(runs / "ill-run")
-    assert (card["method"], card["alice"], card["classes"]) == ("waffle", "south", ["no", "yes"])
+    assert (card["method"], card["alice"], card["classes"]) == ("waffle-paper", "south", ["no", "yes"])
     assert card["metrics"] == {**run.result["metrics"], "test_samples": run.provenance["test_samples"]}
     assert (card["data"]["digest"], card["results_version"]) == (
         run.provenance["binding"]["data"],

@@ -241,7 +241,7 @@ def test_a_trillion_combinations_are_rejected_at_once(tmp_path: Path) -> None:
     names = ["lr", "momentum", "weight_decay", "batch_size", "epochs", "seed", "rounds", "agents"]
     names += ["waffle.clip", "waffle.eta_g", "waffle.correction", "split_seed"]
     lists = "\n".join(f'"{name}" = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]' for name in names)
-    (tmp_path / "grid.toml").write_text(f'methods = ["waffle"]\n[vary]\n{lists}\n')
+    (tmp_path / "grid.toml").write_text(f'methods = ["waffle-paper"]\n[vary]\n{lists}\n')
     line = error_of("bench", tmp_path / "grid.toml", "--dry-run")
     assert "1,000,000,000,000 combinations" in line
     assert f"at most {MAX_COMBINATIONS:,}" in line

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, refusal, shared_model
-from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Waffle, simulate
+from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, WafflePaper, simulate
 from waffle_fl.algorithms import ALGORITHMS, Algorithm, for_model
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
 from waffle_fl.config import check_run
@@ -63,7 +63,7 @@ def test_without_momentum_there_is_nothing_to_keep() -> None:
     layers = shared_model().layers
     assert for_model(FedAvg(SGD(0.1, 0.0, 0.0, "keep")), layers) == FedAvg(SGD(0.1, 0.0, 0.0, "keep"))
     assert isinstance(for_model(FedAvg(KEEP), layers), KeptMomentum)
-    assert for_model(for_model(Waffle(KEEP), layers), layers) == for_model(Waffle(KEEP), layers)
+    assert for_model(for_model(WafflePaper(KEEP), layers), layers) == for_model(WafflePaper(KEEP), layers)
 
 
 @pytest.mark.parametrize("kind", [APFL, Ditto])
@@ -100,7 +100,7 @@ def config(method: str) -> Any:
     return check_run(method, {**given, **more}, {})
 
 
-@pytest.mark.parametrize("method", ["fedavg", "waffle", "apfl", "fedrep", "ifca"])
+@pytest.mark.parametrize("method", ["fedavg", "waffle-paper", "apfl", "fedrep", "ifca"])
 def test_sites_keep_the_velocity_in_the_simulator_s_bits(method: str, tmp_path: Path) -> None:
     from flower_harness import bits, federation, run_job, run_simulation
 
@@ -108,7 +108,7 @@ def test_sites_keep_the_velocity_in_the_simulator_s_bits(method: str, tmp_path: 
     assert bits(tmp_path / "run")[:2] == bits(run_simulation(config(method), tmp_path / "reference"))[:2]
 
 
-@pytest.mark.parametrize("method", ["fedavg", "waffle"])
+@pytest.mark.parametrize("method", ["fedavg", "waffle-paper"])
 def test_a_site_that_lost_its_state_starts_its_momentum_at_zero_and_says_so(method: str, tmp_path: Path) -> None:
     from flower_harness import Grid, federation, run_job
     from waffle_fl.records import read_rounds

@@ -94,7 +94,7 @@ def test_mlflow_has_params_metrics_and_artifacts(here: Path, mlflow: Any) -> Non
     run = client.get_run(known["run_id"])
     rounds = read_rounds(here / "run" / "rounds.jsonl")
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
-    params = {"method": "waffle", "rounds": "4", "options.denominator": "max"}
+    params = {"method": "waffle-paper", "rounds": "4", "options.denominator": "max"}
     assert params.items() <= run.data.params.items()
     for name, expected in (
         ("accuracy", [line["accuracy"] for line in rounds]),

@@ -37,7 +37,7 @@ JSON = ("config.json", "provenance.json", "preprocessing.json", "result.json")
 
 def run_config(**settings: Any) -> RunConfig:
     given = {"data": "synthetic", "model": "linear", "rounds": ROUNDS, "samples_per_agent": 20, **settings}
-    return check_run("waffle", given, {})
+    return check_run("waffle-paper", given, {})
 
 
 def paused_run(folder: Path, rounds: int = 2, **settings: Any) -> Path:

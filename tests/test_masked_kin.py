@@ -15,7 +15,7 @@ from scipy import stats
 
 from conftest import CLASSES, FEATURES, outcomes_of, refusal, shared_model
 from private_support import PrivateRound, rows_of
-from waffle_fl import SGD, Federation, RunSpec, WaffleKin
+from waffle_fl import SGD, Federation, RunSpec, Waffle
 from waffle_fl.algorithms.contract import Angles, Round, Seen
 from waffle_fl.engines import masked_agent
 from waffle_fl.engines.masked_round import MaskedRound
@@ -27,7 +27,7 @@ from waffle_fl.privacy.rotation import length_of, moduli_of, moduli_of_sum, rota
 from waffle_fl.randomness import generator
 
 STEP = SGD(0.05)
-KIN = WaffleKin(STEP)
+KIN = Waffle(STEP)
 SIZES = (23, 19, 32, 14, 20, 17)
 
 
@@ -45,21 +45,21 @@ def opposed(exchanged: int = 1) -> Federation:
     return Federation.from_arrays(agents, alice=0, class_names=("a", "b", "c"))
 
 
-def trained(kin: WaffleKin = KIN, rounds: int = 6, exchanged: int = 1, **options: Any) -> list[Outcome]:
+def trained(kin: Waffle = KIN, rounds: int = 6, exchanged: int = 1, **options: Any) -> list[Outcome]:
     return outcomes_of(RunSpec(kin, opposed(exchanged), 1), shared_model(), rounds, **options)
 
 
 @pytest.mark.parametrize(
     "kin",
     [
-        WaffleKin(STEP),
-        WaffleKin(STEP, head_layers=0, yielding=1.0),
-        WaffleKin(STEP, averaging=0.5, own=0.8),
-        WaffleKin(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
+        Waffle(STEP),
+        Waffle(STEP, head_layers=0, yielding=1.0),
+        Waffle(STEP, averaging=0.5, own=0.8),
+        Waffle(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
     ],
 )
 @pytest.mark.parametrize("exchanged", [1, 3])
-def test_agents_that_oppose_alice(kin: WaffleKin, exchanged: int) -> None:
+def test_agents_that_oppose_alice(kin: Waffle, exchanged: int) -> None:
     """Where sketches are exact, strife, shares and models are those of the clear run to the step of the ring."""
     clear, masked = (trained(kin, exchanged=exchanged, privacy=privacy) for privacy in ("off", "masked"))
     assert (clear[-1].state.server.strife.max() > 0.01) == (exchanged == 1)
@@ -73,7 +73,7 @@ def test_agents_that_oppose_alice(kin: WaffleKin, exchanged: int) -> None:
 
 def test_the_server_stores_no_agent_s_model() -> None:
     """What the agents keep stays with them, and a layer that Alice shares with no agent is not known to the server."""
-    kin = WaffleKin(STEP, head_layers=2)
+    kin = Waffle(STEP, head_layers=2)
     clear, masked = (trained(kin, privacy=privacy)[-1] for privacy in ("off", "masked"))
     first = trained(kin, rounds=1, privacy="masked")[-1]
     assert clear.measured["weights"] == [1, 0, 0, 0, 0, 0]
@@ -88,7 +88,7 @@ def test_the_server_stores_no_agent_s_model() -> None:
 
 def test_the_first_sum_is_asked_for_where_it_matters() -> None:
     """Layers in which the others' sum does not oppose Alice's update, or has one contributor, need no first sum."""
-    kin = replace(WaffleKin(STEP), cut=WaffleKin(STEP).for_model(shared_model().layers).cut)
+    kin = replace(Waffle(STEP), cut=Waffle(STEP).for_model(shared_model().layers).cut)
     server, _ = kin.init(shared_model().init(0), 4)
     server = server._replace(share=torch.tensor([[1.0, 1], [1, 0], [1, 0], [1, 1]], dtype=torch.float64))
     ones = torch.ones(4, dtype=torch.int64)
@@ -187,7 +187,7 @@ def test_floors_hold_for_every_layer() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MaskedRound, "_reveal", keep)
-        outcomes = trained(WaffleKin(STEP, yielding=2.0), rounds=8, privacy="masked", min_contributors=3.5)
+        outcomes = trained(Waffle(STEP, yielding=2.0), rounds=8, privacy="masked", min_contributors=3.5)
     numbers = [sum(t.values()) ** 2 / sum(w * w for w in t.values()) for tables in summed for t in tables.values()]
     assert numbers
     assert min(numbers) >= 3.5
@@ -204,7 +204,7 @@ def test_a_first_sum_that_is_not_computed_counts_as_its_upper_bound() -> None:
 def test_layers_are_compared_by_sketches_only() -> None:
     """Exact distances by a dealer are for methods that compare one vector."""
     text = refusal(trained, privacy="masked", masked_distances="dealer")
-    assert "expected sketch with WaffleKin, which compares each layer, got dealer" in text
+    assert "expected sketch with Waffle, which compares each layer, got dealer" in text
 
 
 def test_an_agent_has_no_first_sum_to_send_for_other_methods() -> None:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.private_rounds import KINDS, table_of
 
 from conftest import make_federation, outcomes_of, refusal, shared_model
-from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WaffleKin, WeightErosion, simulate
+from waffle_fl import SGD, Adam, FedAvg, RunSpec, Scaffold, Waffle, WafflePaper, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.hooks import AggregatesSums
 from waffle_fl.config import check_run
@@ -25,19 +25,19 @@ ROOT = Path(__file__).parents[1]
 SIZES = (23, 9, 32, 14, 20)
 STEP = SGD(0.05)
 METHODS = {
-    "waffle": Waffle(STEP, omega="sigmoid(3.2)"),
-    "waffle, as printed": Waffle(STEP, control="paper"),
-    "waffle, gradients": Waffle(STEP, compared="gradients", denominator="range"),
-    "waffle, directions": Waffle(STEP, compared="directions"),
+    "waffle-paper": WafflePaper(STEP, omega="sigmoid(3.2)"),
+    "waffle, as printed": WafflePaper(STEP, control="paper"),
+    "waffle, gradients": WafflePaper(STEP, compared="gradients", denominator="range"),
+    "waffle, directions": WafflePaper(STEP, compared="directions"),
     "weight erosion": WeightErosion(STEP, p_d=0.1),
     "fedavg": FedAvg(STEP, weighting="samples"),
     "scaffold": Scaffold(STEP),
-    "decay and momentum": Waffle(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
+    "decay and momentum": WafflePaper(SGD(0.05, 0.9, momentum_between_rounds="keep", lr_decay=0.9)),
     "averaged": Scaffold(replace(STEP, averaging=0.5)),
     "adam": FedAvg(Adam(0.01)),
-    "waffle-kin": WaffleKin(STEP),
-    "waffle-kin, yielding": WaffleKin(STEP, yielding=3.0, head_layers=2),
-    "waffle-kin, decay": WaffleKin(SGD(0.05, lr_decay=0.9)),
+    "waffle": Waffle(STEP),
+    "waffle, yielding": Waffle(STEP, yielding=3.0, head_layers=2),
+    "waffle, decay": Waffle(SGD(0.05, lr_decay=0.9)),
 }
 
 
@@ -65,7 +65,7 @@ def test_masked_runs_equal_clear_runs(name: str) -> None:
         assert_close(method, one, other, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["waffle", "waffle, directions", "weight erosion"])
+@pytest.mark.parametrize("name", ["waffle-paper", "waffle, directions", "weight erosion"])
 def test_distances_with_a_dealer(name: str) -> None:
     """With another agent as dealer distances are exact, whatever the size of a sketch would be."""
     method, options = METHODS[name], {"masked_distances": "dealer", "sketch_size": 2}
@@ -73,7 +73,7 @@ def test_distances_with_a_dealer(name: str) -> None:
         assert_close(method, one, other, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["waffle", "scaffold", "decay and momentum"])
+@pytest.mark.parametrize("name", ["waffle-paper", "scaffold", "decay and momentum"])
 def test_the_engines_agree_on_masked_runs(name: str) -> None:
     """The readable engine agrees to a step of the ring; several processes and a resumed run give the same bits."""
     method = METHODS[name]
@@ -87,7 +87,7 @@ def test_the_engines_agree_on_masked_runs(name: str) -> None:
 
 def test_the_server_stores_nothing_of_single_agents() -> None:
     """Neither control variates nor norms of updates are known to the server, and the record has none."""
-    last = trained(METHODS["waffle"])[-1]
+    last = trained(METHODS["waffle-paper"])[-1]
     assert not last.state.server.c_i.any()
     assert last.state.agents.c_i.any()
     assert "norms" not in last.measured
@@ -96,7 +96,7 @@ def test_the_server_stores_nothing_of_single_agents() -> None:
 
 def test_contributors_are_recorded_and_alice_trains_on_alone() -> None:
     """The effective number falls to 1; once Alice holds all weight she alone sends her numbers."""
-    method = Waffle(STEP, omega="constant(1)", psi="step(0.5)")
+    method = WafflePaper(STEP, omega="constant(1)", psi="step(0.5)")
     rounds = [outcome.measured for outcome in trained(method, rounds=12)]
     assert rounds[0]["contributors"] > 4
     assert rounds[-1]["contributors"] == 1
@@ -106,7 +106,7 @@ def test_contributors_are_recorded_and_alice_trains_on_alone() -> None:
 
 def test_floors_are_respected() -> None:
     """Below the floor all weight is Alice's."""
-    method = Waffle(STEP, omega="constant(1)", psi="constant(0.6)")
+    method = WafflePaper(STEP, omega="constant(1)", psi="constant(0.6)")
     free = [outcome.measured["contributors"] for outcome in trained(method)]
     held = [outcome.measured for outcome in trained(method, min_contributors=4.5)]
     assert any(1 < number < 4.5 for number in free)
@@ -124,14 +124,14 @@ def test_a_floor_that_weights_by_samples_do_not_reach_is_an_error() -> None:
 def test_partial_participation_is_masked_among_the_cohort() -> None:
     """Only the agents of a round exchange masks, and Alice is one of them."""
     federation = make_federation((20,) * 8)
-    spec = RunSpec(Waffle(STEP), federation, 1)
+    spec = RunSpec(WafflePaper(STEP), federation, 1)
     runs = [outcomes_of(spec, shared_model(), participation=0.6, privacy=p) for p in ("off", "masked")]
     for one, other in zip(*runs, strict=True):
         assert one.measured["participants"] == other.measured["participants"]
         assert one.measured["weights"] == pytest.approx(other.measured["weights"], abs=1e-4)
 
 
-@pytest.mark.parametrize("method", ["waffle", "waffle, gradients", "weight erosion", "fedavg", "scaffold"])
+@pytest.mark.parametrize("method", ["waffle-paper", "waffle, gradients", "weight erosion", "fedavg", "scaffold"])
 def test_the_guard_finds_attackers_that_follow_the_protocol(method: str) -> None:
     """From distances and reported lengths the guard rejects a flipped, a short and a long update, as in the clear."""
 
@@ -175,11 +175,11 @@ def test_an_update_that_cannot_be_used_is_left_out() -> None:
         return tamper
 
     for factor, reason in ((float("nan"), "not finite"), (1e5, "too long")):
-        spec = spec_of(Waffle(STEP), tamper=spoil(2, factor))
+        spec = spec_of(WafflePaper(STEP), tamper=spoil(2, factor))
         for outcome in outcomes_of(spec, shared_model(), rounds=2, privacy="masked"):
             assert outcome.measured["screened"] == {"agent 2": reason}
             assert outcome.measured["weights"][2] == 0
-    spec = spec_of(Waffle(STEP), tamper=spoil(0, float("nan")))
+    spec = spec_of(WafflePaper(STEP), tamper=spoil(0, float("nan")))
     (outcome,) = outcomes_of(spec, shared_model(), rounds=2, privacy="masked")
     assert outcome.attempt == 2
     assert "diverged" in str(outcome.error)
@@ -200,13 +200,13 @@ def test_settings_that_need_single_updates_are_refused() -> None:
     """Robust rules, adaptive schedules, the guard, too few agents and impossible floors are refused in one line."""
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (FedAvg(STEP, aggregation="median"), {}, "aggregation = median"),
-        (Waffle(STEP, psi="adaptive"), {}, "psi = adaptive"),
-        (Waffle(STEP), {"participation": 0.4}, "at least 4 agents"),
-        (Waffle(STEP), {"min_contributors": 6.0}, "expected at most 5"),
+        (WafflePaper(STEP, psi="adaptive"), {}, "psi = adaptive"),
+        (WafflePaper(STEP), {"participation": 0.4}, "at least 4 agents"),
+        (WafflePaper(STEP), {"min_contributors": 6.0}, "expected at most 5"),
     ]
     for algorithm, options, text in wrong:
         assert text in refusal(trained, algorithm, **options)
-    transport = replace(spec_of(Waffle(STEP)), transport=lambda agent, r, reply: [reply])
+    transport = replace(spec_of(WafflePaper(STEP)), transport=lambda agent, r, reply: [reply])
     assert "transport" in refusal(simulate, [transport], shared_model(), rounds=1, privacy="masked")
 
 
@@ -227,8 +227,8 @@ def difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[f
 
 def test_digits_with_sketches() -> None:
     """Weights from sketches of 4,096 numbers are within 0.02 on average, the accuracy within the seeds' spread."""
-    clear = [run("waffle", "digits", rounds=8, seed=seed) for seed in (1, 2, 3)]
-    masked = run("waffle", "digits", rounds=8, seed=1, privacy="masked")
+    clear = [run("waffle-paper", "digits", rounds=8, seed=seed) for seed in (1, 2, 3)]
+    masked = run("waffle-paper", "digits", rounds=8, seed=1, privacy="masked")
     assert sum(difference(clear[0], masked)) / 8 < 0.02
     last = [lines[-1]["accuracy"] for lines in clear]
     assert abs(masked[-1]["accuracy"] - last[0]) <= max(last) - min(last)
@@ -237,13 +237,13 @@ def test_digits_with_sketches() -> None:
 @pytest.mark.parametrize("split", ["C", "A*"])
 def test_layers_of_digits_with_sketches(split: str) -> None:
     """WAFFLE-kin's weights from sketches of each layer are within 0.02, and the accuracy is that of the clear run."""
-    clear, masked = (run("waffle-kin", "digits", rounds=4, split=split, privacy=p) for p in ("off", "masked"))
+    clear, masked = (run("waffle", "digits", rounds=4, split=split, privacy=p) for p in ("off", "masked"))
     assert max(difference(clear, masked)) < 0.02
     assert masked[-1]["accuracy"] == pytest.approx(clear[-1]["accuracy"], abs=0.01)
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("method", ["waffle", "waffle-kin", "weight-erosion", "scaffold", "fedavg"])
+@pytest.mark.parametrize("method", ["waffle-paper", "waffle", "weight-erosion", "scaffold", "fedavg"])
 def test_heart_disease(method: str, published: Path) -> None:
     """On Heart Disease the masked run makes the same predictions as the clear one."""
     options = {"target": "disease", "rounds": 12, "alice": "cleveland"}
@@ -272,7 +272,7 @@ def test_two_vectors_are_two_sums_of_the_same_updates(monkeypatch: pytest.Monkey
         return settled(self)
 
     monkeypatch.setattr(MaskedRound, "settled", keep)
-    method = Waffle(STEP, omega="constant(1)", psi="constant(0.9)", clip=0.0)
+    method = WafflePaper(STEP, omega="constant(1)", psi="constant(0.9)", clip=0.0)
     outcomes = outcomes_of(RunSpec(method, make_federation((16,) * 5), 1), shared_model(), rounds=3, privacy="masked")
     before = outcomes[1].state.agents.c_i  # of round 2, known to the agents alone
     server, weights, sums = seen[2]

@@ -22,8 +22,8 @@ from waffle_fl import (
     PersonalizedClassifier,
     RunSpec,
     Scaffold,
-    Waffle,
     WaffleError,
+    WafflePaper,
     simulate,
     table_of_rounds,
 )
@@ -46,7 +46,7 @@ def run(algorithm: Any = None, model: Any = None, seed: Any = 1, alice: int = 0,
     """Simulate one round."""
     federation = replace(make_federation(), alice=alice)
     settings = {"rounds": 2, "batch_size": BATCH, **options}
-    return next(simulate([RunSpec(algorithm or Waffle(), federation, seed)], model or make_model(), **settings))
+    return next(simulate([RunSpec(algorithm or WafflePaper(), federation, seed)], model or make_model(), **settings))
 
 
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
@@ -54,14 +54,14 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "step size": (lambda: SGD(-0.1), "lr: expected a number above 0, got -0.1"),
     "momentum": (lambda: SGD(momentum=5), "momentum: expected a number from 0 to below 1, got 5"),
     "eta_g": (lambda: Scaffold(eta_g=-1), "eta_g: expected a number above 0, got -1"),
-    "clip": (lambda: Waffle(clip=-1), "clip: expected at least 0, got -1"),
+    "clip": (lambda: WafflePaper(clip=-1), "clip: expected at least 0, got -1"),
     "mix": (lambda: APFL(mix=3), "mix: expected a number from 0 to 1, got 3"),
     "mu": (lambda: FedProx(mu=-5), "mu: expected at least 0, got -5"),
     "krum": (lambda: run(FedAvg(aggregation="krum(99)")), "krum"),
-    "denominator": (lambda: Waffle(denominator="typo"), "denominator: expected"),  # type: ignore[arg-type]
+    "denominator": (lambda: WafflePaper(denominator="typo"), "denominator: expected"),  # type: ignore[arg-type]
     "weighting": (lambda: FedAvg(weighting="equall"), "did you mean 'equal'?"),  # type: ignore[arg-type]
-    "compared": (lambda: Waffle(compared="direction"), "did you mean 'directions'?"),  # type: ignore[arg-type]
-    "control": (lambda: Waffle(control="papr"), "did you mean 'paper'?"),  # type: ignore[arg-type]
+    "compared": (lambda: WafflePaper(compared="direction"), "did you mean 'directions'?"),  # type: ignore[arg-type]
+    "control": (lambda: WafflePaper(control="papr"), "did you mean 'paper'?"),  # type: ignore[arg-type]
     "precision": (lambda: FlatModel(nn.Linear(2, 2), precision="flaot32"), "did you mean float32?"),  # type: ignore[arg-type]
     "no rounds": (lambda: run(rounds=0), "rounds: expected at least 1, got 0"),
     "fewer rounds": (lambda: run(rounds=-3), "rounds: expected at least 1, got -3"),
@@ -73,12 +73,15 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "engine": (lambda: run(engine="lop"), "engine: unknown 'lop', did you mean loop?"),
     "Alice": (lambda: run(alice=7), "alice: expected an agent from 0 to 3, got 7"),
     "nothing to run": (lambda: simulate([], make_model(), rounds=1), "specs: expected at least one RunSpec, got none"),
-    "a class": (lambda: run(Waffle), "algorithm: expected an instance such as Waffle()"),
+    "a class": (lambda: run(WafflePaper), "algorithm: expected an instance such as WafflePaper()"),
     "input size": (lambda: run(model=FlatModel(nn.Linear(10, CLASSES))), "expects 10 features, got 5"),
     "a tuple": (lambda: run(model=FlatModel(Pair)), "returns one tensor of shape (batch, outputs), got a tuple"),
     "arguments": (lambda: FlatModel(nn.Linear), "which needs in_features, out_features"),  # type: ignore[arg-type]
     "no model": (lambda: FlatModel(3), "expected a torch.nn.Module"),  # type: ignore[arg-type]
-    "a method's object": (lambda: PersonalizedClassifier(Waffle()).fit(agents()), "such as 'waffle', got Waffle("),  # type: ignore[arg-type]
+    "a method's object": (
+        lambda: PersonalizedClassifier(WafflePaper()).fit(agents()),
+        "such as 'waffle-paper', got WafflePaper(",
+    ),  # type: ignore[arg-type]
     "a list": (lambda: PersonalizedClassifier().fit([1, 2]), "expected"),  # type: ignore[arg-type]
 }
 
@@ -120,7 +123,7 @@ def test_the_public_names_are_listed() -> None:
     """`dir(waffle_fl)` lists the public names and no other."""
     listed = set(dir(waffle_fl)) - {"__version__"}
     assert listed == set(waffle_fl.__all__)
-    for name in ("Algorithm", "Round", "Grad", "Net", "Dataset", "Partition", "Outcome", "Waffle", "simulate"):
+    for name in ("Algorithm", "Round", "Grad", "Net", "Dataset", "Partition", "Outcome", "WafflePaper", "simulate"):
         assert name in listed
         assert getattr(waffle_fl, name) is not None
 
@@ -128,9 +131,9 @@ def test_the_public_names_are_listed() -> None:
 def test_rounds_become_a_table(tmp_path: Any) -> None:
     """`rounds` returns one dictionary per run and round with the settings that differ and the measurements."""
     settings = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3}
-    execute([(check_run(m, settings, {}), tmp_path / m) for m in ("waffle", "local")], Runtime(device="cpu"))
+    execute([(check_run(m, settings, {}), tmp_path / m) for m in ("waffle-paper", "local")], Runtime(device="cpu"))
     rows = table_of_rounds(tmp_path)
-    assert [(row["method"], row["round"]) for row in rows if row["method"] == "waffle"] == [
-        ("waffle", r) for r in (1, 2, 3)
+    assert [(row["method"], row["round"]) for row in rows if row["method"] == "waffle-paper"] == [
+        ("waffle-paper", r) for r in (1, 2, 3)
     ]
     assert {"data", "split", "seed", "accuracy", "loss"} <= rows[0].keys()

@@ -28,7 +28,7 @@ from test_optimiser_options import (
     rounds_of,
     same_bits,
 )
-from waffle_fl import SGD, Adam, FedAvg, Federation, Local, RunSpec, WaffleKin
+from waffle_fl import SGD, Adam, FedAvg, Federation, Local, RunSpec, Waffle
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.algorithms.mixture import (
     ITERATIONS,
@@ -53,7 +53,7 @@ from waffle_fl.tensorfile import read_named
 from waffle_fl.tournament.record import read_lines
 
 CLIP = 5.0  # of WAFFLE-kin
-Mixture = partial(WaffleKin, prediction="mixture")
+Mixture = partial(Waffle, prediction="mixture")
 prior = torch.tensor(PRIOR, dtype=torch.float64)
 
 
@@ -70,19 +70,19 @@ def with_validation(federation: Federation) -> Federation:
 def test_the_models_are_those_of_three_methods(decay: float) -> None:
     """In both engines a row holds the models that the references of WAFFLE-kin, FedAvg and Local have."""
     parts = [
-        reference("waffle-kin", 3, lr_decay=decay),
+        reference("waffle", 3, lr_decay=decay),
         reference("fedavg", 3, clip=CLIP, lr_decay=decay),
         reference("local", 3, clip=CLIP, lr_decay=decay),
     ]
     expected = [torch.cat(models) for models in zip(*parts, strict=True)]
-    check_engines_and_twin("waffle-kin", SGD(0.2, lr_decay=decay), expected, prediction="mixture")
+    check_engines_and_twin("waffle", SGD(0.2, lr_decay=decay), expected, prediction="mixture")
 
 
 def test_the_parts_have_the_bits_of_separate_runs() -> None:
     """The mixture changes nothing in the training of WAFFLE-kin, and its other parts are FedAvg and Local."""
     whole = rounds_of(Mixture(SGD(0.1)))[-1].state
     kin, average, alone = (
-        rounds_of(one)[-1].state for one in (WaffleKin(SGD(0.1)), FedAvg(SGD(0.1), CLIP), Local(SGD(0.1), CLIP))
+        rounds_of(one)[-1].state for one in (Waffle(SGD(0.1)), FedAvg(SGD(0.1), CLIP), Local(SGD(0.1), CLIP))
     )
     assert all(torch.equal(getattr(whole.server, name), field) for name, field in kin.server._asdict().items())
     assert torch.equal(whole.server.average, average.server.x)
@@ -90,9 +90,9 @@ def test_the_parts_have_the_bits_of_separate_runs() -> None:
 
 
 def test_the_option_off_adds_nothing() -> None:
-    assert fitted(WaffleKin()) == fitted(WaffleKin(prediction="model"))
-    assert type(fitted(WaffleKin())) is WaffleKin
-    assert same_bits(rounds_of(WaffleKin(SGD(0.1)))[-1], rounds_of(WaffleKin(SGD(0.1), prediction="model"))[-1])
+    assert fitted(Waffle()) == fitted(Waffle(prediction="model"))
+    assert type(fitted(Waffle())) is Waffle
+    assert same_bits(rounds_of(Waffle(SGD(0.1)))[-1], rounds_of(Waffle(SGD(0.1), prediction="model"))[-1])
 
 
 @pytest.mark.parametrize("sgd", [SGD(0.1), SGD(0.1, 0.5, momentum_between_rounds="keep", lr_decay=0.8), Adam(0.01)])
@@ -178,7 +178,7 @@ def test_weights_without_validation_samples() -> None:
     nothing = torch.zeros(len(PRIOR), 0, 3, dtype=torch.float64)
     assert weights_of(nothing, torch.zeros(0, dtype=torch.int64)).tolist() == [1, 0, 0, 0]
     spec = RunSpec(Mixture(SGD(0.1)), make_federation(alice=ALICE), 3)
-    plain = replace(spec, algorithm=WaffleKin(SGD(0.1)))
+    plain = replace(spec, algorithm=Waffle(SGD(0.1)))
     ours, theirs = (outcomes_of(one, shared_model(), rounds=2)[-1].measured for one in (spec, plain))
     assert ours["accuracy"] == theirs["accuracy"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
@@ -187,7 +187,7 @@ def test_weights_without_validation_samples() -> None:
 def test_a_note_without_validation_samples() -> None:
     notes = []
     for share in (0.0, 0.2):
-        config = check_run("waffle-kin", {"validation": share}, {"prediction": "mixture"})
+        config = check_run("waffle", {"validation": share}, {"prediction": "mixture"})
         notes.append(advice(config, federation_of(config.settings)))
     assert [any("the mixture is Alice's model alone" in note for note in some) for some in notes] == [True, False]
 
@@ -271,7 +271,7 @@ def test_a_regression_mixes_values() -> None:
 def test_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder has the models by name and the mixed predictions; commands that would ignore the mixture fail."""
     settings = ["--rounds", "2", "--samples-per-agent", "30", "--agents", "3", "--validation", "0.3", "--quiet"]
-    assert waffle(["run", "waffle-kin", "--prediction", "mixture", *settings, "--out", str(tmp_path / "run")]) == 0
+    assert waffle(["run", "waffle", "--prediction", "mixture", *settings, "--out", str(tmp_path / "run")]) == 0
     (folder,) = (path.parent for path in tmp_path.rglob("result.json"))
     stored = read_named(folder / "predictions.safetensors", ("output", "target"))
     torch.testing.assert_close(stored["output"].exp().sum(dim=1), torch.ones(len(stored["output"])))
@@ -284,13 +284,11 @@ def test_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["export", str(folder)], ["predict", str(folder), "x.npy"]):
         assert waffle(command) == 2
         assert "WAFFLE-kin mixes the predictions of three models" in capsys.readouterr().err
-    assert 'prediction = "model"' in refusal(check_portable, check_run("waffle-kin", {}, {"prediction": "mixture"}))
-    check_portable(check_run("waffle-kin", {}, {}))
+    assert 'prediction = "model"' in refusal(check_portable, check_run("waffle", {}, {"prediction": "mixture"}))
+    check_portable(check_run("waffle", {}, {}))
 
 
-@pytest.mark.parametrize(
-    ("privacy", "reason"), [("dp", "training samples in its predictions"), ("masked", "WaffleKin")]
-)
+@pytest.mark.parametrize(("privacy", "reason"), [("dp", "training samples in its predictions"), ("masked", "Waffle")])
 def test_privacy_is_refused(privacy: str, reason: str) -> None:
     spec = RunSpec(Mixture(SGD(0.1)), make_federation(alice=ALICE), 3)
     run = partial(simulate, [spec], make_model(), rounds=2, batch_size=BATCH, privacy=privacy)
@@ -320,11 +318,11 @@ def test_the_study_reads_no_test_row() -> None:
 
 
 def test_the_rule_is_that_of_the_study() -> None:
-    assert rules()["mixture"] == Rule(("waffle-kin", "fedavg", "local", "waffle-kin+neighbours"), PRIOR)
+    assert rules()["mixture"] == Rule(("waffle", "fedavg", "local", "waffle+neighbours"), PRIOR)
 
 
 def test_a_newcomer_gets_all_models() -> None:
-    scores = joined("waffle-kin", prediction="mixture")
+    scores = joined("waffle", prediction="mixture")
     assert all(value is not None for found in scores.values() for value in found.values())
 
 

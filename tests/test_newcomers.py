@@ -65,7 +65,7 @@ def test_ifca_chooses_a_cluster_for_a_newcomer() -> None:
 
 def test_the_others_train_as_if_the_newcomer_did_not_exist() -> None:
     """A run with a newcomer equals one without that agent."""
-    whole, algorithm = make_federation(alice=1), ALGORITHMS["waffle"](sgd=SGD(0.1))
+    whole, algorithm = make_federation(alice=1), ALGORITHMS["waffle-paper"](sgd=SGD(0.1))
     ends = [
         outcomes_of(RunSpec(algorithm, federation, 1), MODEL, ROUNDS)[-1].state.server.x
         for federation in (whole.before_joining("2"), whole.without("2"))

@@ -25,7 +25,7 @@ from waffle_fl import (
     Local,
     RunSpec,
     Waffle,
-    WaffleKin,
+    WafflePaper,
     WeightErosion,
     simulate,
 )
@@ -134,20 +134,20 @@ def test_adam_clips_too() -> None:
 def test_a_setting_clips_every_method_and_a_method_s_own_value_comes_first(tmp_path: Path) -> None:
     """At the top of an experiment file `clip` is that of all methods, and a method's table has the last word."""
     path = tmp_path / "experiment.toml"
-    path.write_text('methods = ["fedavg", "waffle", "ditto"]\nclip = 3\n[ditto]\nclip = 0.5\n')
+    path.write_text('methods = ["fedavg", "waffle-paper", "ditto"]\nclip = 3\n[ditto]\nclip = 0.5\n')
     configs = {config.method: config for config, _ in plan(load_experiment(path), tmp_path)}
     clips = {method: config.algorithm().clip for method, config in configs.items()}  # type: ignore[attr-defined]
-    assert clips == {"fedavg": 3.0, "waffle": 3.0, "ditto": 0.5}
+    assert clips == {"fedavg": 3.0, "waffle-paper": 3.0, "ditto": 0.5}
     for config in configs.values():
         assert RunConfig.from_json(config.to_json()).algorithm() == config.algorithm()
 
 
 def test_without_the_setting_each_method_clips_as_before() -> None:
     """The default leaves a method's own clip in place, also in configs that lack the setting."""
-    content = check_run("waffle", {}, {}).to_json()
+    content = check_run("waffle-paper", {}, {}).to_json()
     assert content["settings"].pop("clip") == "method"
-    assert RunConfig.from_json(content).algorithm() == Waffle()
-    assert "clip: expected at least 0, or 'method', got -1" in refusal(check_run, "waffle", {"clip": -1}, {})
+    assert RunConfig.from_json(content).algorithm() == WafflePaper()
+    assert "clip: expected at least 0, or 'method', got -1" in refusal(check_run, "waffle-paper", {"clip": -1}, {})
 
 
 def test_a_method_without_a_clip_of_its_own_is_clipped_by_the_optimiser() -> None:
@@ -158,7 +158,7 @@ def test_a_method_without_a_clip_of_its_own_is_clipped_by_the_optimiser() -> Non
 
 def test_one_flag_per_word() -> None:
     """`waffle run waffle` has the method's flag --clip, `waffle decide` that of the settings."""
-    assert not hasattr(settings_class(method="waffle")(), "clip")
+    assert not hasattr(settings_class(method="waffle-paper")(), "clip")
     assert settings_class()().clip == "method"  # type: ignore[attr-defined]
 
 
@@ -168,8 +168,8 @@ def test_one_flag_per_word() -> None:
 @every
 def test_decay_and_averaging_agree_with_the_reference(method: str) -> None:
     """In every engine lr is that of the round, also where a method divides by it, and models are means over rounds."""
-    own = method == "waffle-kin"  # it averages by itself
-    models = reference(method, 3 if method in ("scaffold", "waffle") else 2, lr_decay=0.7)
+    own = method == "waffle"  # it averages by itself
+    models = reference(method, 3 if method in ("scaffold", "waffle-paper") else 2, lr_decay=0.7)
     expected = models if own else averages(models, 0.6)
     check_engines_and_twin(method, SGD(0.2, lr_decay=0.7, averaging=0.0 if own else 0.6), expected)
 
@@ -191,7 +191,7 @@ def test_apfl_adapts_its_share_with_the_lr_of_the_round(options: dict[str, Any])
 @every
 def test_states_survive_and_sites_give_the_same_bits(method: str) -> None:
     """The lr of the round is part of the server's state and of what it sends; velocity and mean stay at the agent."""
-    averaging = 0.0 if method == "waffle-kin" else 0.7
+    averaging = 0.0 if method == "waffle" else 0.7
     sgd = SGD(0.1, 0.5, momentum_between_rounds="keep", lr_decay=0.8, averaging=averaging)
     check_resumes_and_site(ALGORITHMS[method](sgd=sgd))
 
@@ -215,7 +215,7 @@ def test_adam_decays_too() -> None:
 
 def test_control_variates_use_the_lr_of_the_round() -> None:
     """c_i = c_i - c - dy / (K lr) with the lr of round 3, for the guard and in batched aggregation."""
-    algorithm, settings, work = fitted(Waffle(SGD(0.1, lr_decay=0.5, averaging=0.5))), RoundSettings(10, BATCH), []
+    algorithm, settings, work = fitted(WafflePaper(SGD(0.1, lr_decay=0.5, averaging=0.5))), RoundSettings(10, BATCH), []
     for seed in (3, 4):
         federation = make_federation(alice=ALICE, seed=seed)
         stream = simulate([RunSpec(algorithm, federation, seed)], shared_model(), rounds=2, batch_size=BATCH, workers=1)
@@ -252,10 +252,10 @@ def test_helpers_and_shared_training_use_the_lr_of_the_round(kind: Any) -> None:
 def test_averaging_is_a_setting_of_every_method() -> None:
     """WAFFLE-kin takes it as its own hyperparameter; for the others it belongs to the optimiser; 0 turns it off."""
     assert check_run("fedavg", {"averaging": 0.5}, {}).algorithm() == FedAvg(SGD(averaging=0.5))
-    assert check_run("waffle-kin", {"averaging": 0.5}, {}).algorithm() == WaffleKin(averaging=0.5)
-    assert check_run("waffle-kin", {}, {}).algorithm() == WaffleKin()
+    assert check_run("waffle", {"averaging": 0.5}, {}).algorithm() == Waffle(averaging=0.5)
+    assert check_run("waffle", {}, {}).algorithm() == Waffle()
     assert fitted(check_run("fedavg", {"averaging": 0}, {}).algorithm()) == FedAvg()
-    assert "WaffleKin has a hyperparameter of this name" in refusal(fitted, WaffleKin(SGD(averaging=0.5)))
+    assert "Waffle has a hyperparameter of this name" in refusal(fitted, Waffle(SGD(averaging=0.5)))
 
 
 def test_averaging_does_not_change_training() -> None:
@@ -305,7 +305,7 @@ def test_authors_rules_agree_with_the_reference(method: str, options: dict[str, 
 def test_weighting_is_one_word_for_every_method_whose_server_averages() -> None:
     """The setting reaches each method that averages; it has no effect on the others, and their command no flag."""
     averaging = {name for name in ALGORITHMS if "weighting" in option_types(name)}
-    others = {"local", "waffle", "waffle-kin", "weight-erosion", "fedamp", "fedfomo", "apple", "cobo", "pfedgraph"}
+    others = {"local", "waffle-paper", "waffle", "weight-erosion", "fedamp", "fedfomo", "apple", "cobo", "pfedgraph"}
     assert averaging == set(ALGORITHMS) - others
     for name in ALGORITHMS:
         algorithm: Any = check_run(name, {"weighting": "samples"}, {}).algorithm()
@@ -316,9 +316,9 @@ def test_weighting_is_one_word_for_every_method_whose_server_averages() -> None:
 def test_a_file_that_weights_methods_that_do_not_average_is_refused(tmp_path: Path) -> None:
     """`weighting` at the top of a file names the methods that would ignore it; per method it is accepted."""
     file = tmp_path / "weighted.toml"
-    file.write_text('methods = ["fedavg", "waffle"]\nweighting = "samples"\n')
+    file.write_text('methods = ["fedavg", "waffle-paper"]\nweighting = "samples"\n')
     assert "weighting: waffle would ignore it" in refusal(load_experiments, file)
-    file.write_text('methods = ["fedavg", "waffle"]\nfedavg.weighting = "samples"\n')
+    file.write_text('methods = ["fedavg", "waffle-paper"]\nfedavg.weighting = "samples"\n')
     assert load_experiments(file)[0].options["fedavg"] == {"weighting": "samples"}
 
 

@@ -318,7 +318,7 @@ def test_every_method_describes_itself(method: str) -> None:
     assert about.title
     assert about.in_words
     assert about.trains_model_for in ("Alice", "each agent", "all agents")
-    assert re.search(r"\b(19|20)\d\d$", about.cite) or method in ("local", "fedavg-ft", "waffle-kin")
+    assert re.search(r"\b(19|20)\d\d$", about.cite) or method in ("local", "fedavg-ft", "waffle")
     assert sum(about.order == other.about.order for other in ALGORITHMS.values()) == 1  # type: ignore[attr-defined]
     assert len(kind.__doc__.splitlines()[0]) > 20
     assert getattr(waffle_fl, kind.__name__) is kind
@@ -327,7 +327,7 @@ def test_every_method_describes_itself(method: str) -> None:
 def test_the_order_of_tables() -> None:
     """Tables list the paper's methods first, in its order, then the others in order of addition."""
     assert list(ALGORITHMS)[:8] == [
-        *("local", "fedavg", "scaffold", "weight-erosion", "waffle", "waffle-kin", "apfl", "ditto"),
+        *("local", "fedavg", "scaffold", "weight-erosion", "waffle-paper", "waffle", "apfl", "ditto"),
     ]
     assert list(ALGORITHMS)[-1] == "mr-mtl"
 

@@ -11,9 +11,9 @@ import torch
 
 from conftest import BATCH, make_federation, outcomes_of, refusal, shared_model
 from test_engines import assert_engines_agree
-from waffle_fl import SGD, FedAvg, RunSpec, Scaffold, Waffle, simulate
+from waffle_fl import SGD, FedAvg, RunSpec, Scaffold, WafflePaper, simulate
 from waffle_fl.algorithms import ALGORITHMS, Round
-from waffle_fl.algorithms.waffle import NO_PART, calc_weights
+from waffle_fl.algorithms.waffle_paper import NO_PART, calc_weights
 from waffle_fl.engines import aggregation, cuda_graphs, run_workers, workers
 from waffle_fl.engines.cuda_graphs import late_rows
 from waffle_fl.engines.participation import Cohorts, cohort_size
@@ -60,7 +60,7 @@ def test_cohorts_depend_on_seed_and_round_only() -> None:
 def test_alice_takes_part_where_training_depends_on_her() -> None:
     """In every round of a method for Alice, or if the settings need her; other methods do not look at her."""
     rounds = range(1, 21)
-    assert all(3 in cohorts(Waffle())(r) and len(cohorts(Waffle())(r)) == 3 for r in rounds)
+    assert all(3 in cohorts(WafflePaper())(r) and len(cohorts(WafflePaper())(r)) == 3 for r in rounds)
     assert all(3 in cohorts(needs_alice=True)(r) for r in rounds)
     assert RoundSettings(1, guard="standard").needs_alice
     assert RoundSettings(1, participation=0.5, alice_takes_part="always").needs_alice
@@ -115,12 +115,12 @@ def test_no_part_of_the_engine_changes_a_cohort(kind: str, monkeypatch: pytest.M
     if kind == "graphs":
         monkeypatch.setattr(cuda_graphs, "applies", lambda model: True)
         monkeypatch.setattr(cuda_graphs._Graph, "_captured", replayed)
-    specs = [RunSpec(make("waffle"), make_federation(SIZES, alice=3, seed=seed), 1) for seed in (0, 5)]
+    specs = [RunSpec(make("waffle-paper"), make_federation(SIZES, alice=3, seed=seed), 1) for seed in (0, 5)]
     stacked = False if kind == "single rows" else None
     assert_engines_agree(specs, shared_model(stacked=stacked), workers=2 if "workers" in kind else 1, **HALF)
 
 
-@pytest.mark.parametrize("method", ["waffle", "cobo", "fedfomo", "apple"])
+@pytest.mark.parametrize("method", ["waffle-paper", "cobo", "fedfomo", "apple"])
 def test_batched_aggregation_of_cohorts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods that treat absent agents differently aggregate several runs in one computation."""
     monkeypatch.setattr(aggregation, "applies", lambda model: True)

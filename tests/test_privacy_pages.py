@@ -77,15 +77,15 @@ def test_the_prose_on_accuracy_quotes_the_record() -> None:
     noised = [row for row in rows if row[1] is not None]
 
     def leads(method: str, among: list[tuple[str, float | None]]) -> int:
-        return sum(found[*row, "waffle"] > found[*row, method] for row in among)
+        return sum(found[*row, "waffle-paper"] > found[*row, method] for row in among)
 
     assert f"in {leads('mr-mtl', noised)} of the {len(noised)} rows with noise" in page
     assert f"in {leads('mr-mtl', rows)} of all {len(rows)}" in page
-    lost = {row: found[row[0], None, "waffle"] - found[*row, "waffle"] for row in noised}
+    lost = {row: found[row[0], None, "waffle-paper"] - found[*row, "waffle-paper"] for row in noised}
     weak, middle, strong = ([lost[row] for row in noised if a < row[1] <= b] for a, b in ((3, 10), (0.5, 3), (0, 0.5)))
     assert f"at most {max(weak):.1f} points at epsilon 8 or 10, at most {max(middle):.1f} at epsilon 1 to 3" in page
     assert (round(min(strong)) >= 15, round(max(strong))) == (True, 36)
-    behind = {row: found[*row, "local"] - found[*row, "waffle"] for row in noised}
+    behind = {row: found[*row, "local"] - found[*row, "waffle-paper"] for row in noised}
     assert f"below Local in {sum(gap > 0 for gap in behind.values())} of the {len(noised)}" in page
     assert f"at epsilon 0.5, by {max(behind.values()):.1f} points" in page
 

@@ -85,7 +85,7 @@ def finish(config: RunConfig, folder: Path, **runtime: Any) -> dict[str, Any]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted WAFFLE run by the real command."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    code, _, err = waffle(*run("waffle", folder, "--checkpoint-seconds", "0"))
+    code, _, err = waffle(*run("waffle-paper", folder, "--checkpoint-seconds", "0"))
     assert (code, err) == (0, "")
     return folder
 
@@ -94,7 +94,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
     """Return (exit code, stderr, folder) of a WAFFLE run that SIGTERM stopped before its first regular checkpoint."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    process = start(*run("waffle", folder, "--checkpoint-seconds", "1000"))
+    process = start(*run("waffle-paper", folder, "--checkpoint-seconds", "1000"))
     wait_for_rounds(process, folder, 3)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -228,7 +228,7 @@ def kill_and_resume(tmp_path: Path, method: str, count: int) -> list[dict[str, A
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.thorough)])
 def test_runs_killed_at_random_moments_resume_to_the_same_bits(kills: int, tmp_path: Path) -> None:
     """WAFFLE runs killed by SIGKILL and resumed by the same command end like the uninterrupted run."""
-    reports = kill_and_resume(tmp_path, "waffle", kills)
+    reports = kill_and_resume(tmp_path, "waffle-paper", kills)
     assert len(reports) == kills
     assert sum(report["partial"] for report in reports) >= kills / 2
     assert [report for report in reports if report["code"] != 0] == []
@@ -347,7 +347,7 @@ def test_a_run_that_sigterm_stopped_is_resumed_exactly(uninterrupted: Path, unfi
 def test_sigint_saves_and_the_same_command_resumes_even_after_a_kill(uninterrupted: Path, tmp_path: Path) -> None:
     """Ctrl-C exits with 130, and a run interrupted and then killed resumes to the uninterrupted bits."""
     folder = tmp_path / "run"
-    command = run("waffle", folder, "--checkpoint-seconds", "1000")
+    command = run("waffle-paper", folder, "--checkpoint-seconds", "1000")
     process = start(*command)
     wait_for_rounds(process, folder, 3)
     process.send_signal(signal.SIGINT)
@@ -399,7 +399,7 @@ def test_a_failed_checkpoint_write_keeps_the_previous_one(uninterrupted: Path, u
     content, rounds = before.read_bytes(), logged(unfinished)
     size = len(content) // 2
     assert size > 2 * (unfinished / "rounds.jsonl").stat().st_size
-    command = run("waffle", unfinished, "--checkpoint-seconds", "0")
+    command = run("waffle-paper", unfinished, "--checkpoint-seconds", "0")
     code, _, err = waffle(*command, limits={"RLIMIT_FSIZE": size})
     assert code == 2
     assert one_line(err)
@@ -426,7 +426,7 @@ def disk_full(size: int) -> Iterator[None]:
 
 def test_a_failed_log_write_stops_the_run(tmp_path: Path) -> None:
     """If a round cannot be logged the run stops with a WaffleError and resumes once there is space."""
-    config = small_config("waffle")
+    config = small_config("waffle-paper")
     finish(config, tmp_path / "uninterrupted")
     with disk_full(4000), pytest.raises(WaffleError, match=r"cannot write to .*: File too large"):
         finish(config, tmp_path / "run")
@@ -447,7 +447,7 @@ class HaltAfterRound3(Listener):
 
 def test_a_log_that_cannot_be_truncated_is_kept(tmp_path: Path) -> None:
     """If the log cannot be truncated on resuming, a WaffleError is raised and nothing is lost."""
-    config = small_config("waffle")
+    config = small_config("waffle-paper")
     finish(config, tmp_path / "uninterrupted")
     with pytest.raises(Halt):
         execute([(config, tmp_path / "run")], Runtime(), HaltAfterRound3())
@@ -475,7 +475,7 @@ def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a wall clock that goes back one day per call, a run gives the same bits and logs valid times."""
-    config = small_config("waffle")
+    config = small_config("waffle-paper")
     finish(config, tmp_path / "steady")
     clock = iter(range(2_000_000_000, 0, -86_400))
     with monkeypatch.context() as patch:
@@ -569,7 +569,7 @@ def nan_update(row: int, since: int) -> Callable[[Any, int], Any]:
     return tamper
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "weight-erosion", "waffle", "apfl", "ditto"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "weight-erosion", "waffle-paper", "apfl", "ditto"])
 def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> None:
     """Agent 3's NaN updates from round 2 on are rejected and recorded, and every round of the run is finite."""
     config = small_config(method)
@@ -589,7 +589,7 @@ def test_the_divergence_of_another_agent_does_not_stop_alice(method: str) -> Non
 
 def test_the_divergence_of_one_run_does_not_affect_a_stacked_run() -> None:
     """Of two stacked runs the one whose Alice diverges in round 3 drops out; the other's bits are unchanged."""
-    config = small_config("waffle")
+    config = small_config("waffle-paper")
     federation = federation_of(config.settings)
     healthy = RunSpec(config.algorithm(), federation, 1)
     diverging = RunSpec(config.algorithm(), federation, 2, tamper=nan_update(0, since=3))

@@ -77,7 +77,7 @@ class Recorder(Listener):
         self.notes.append(message)
 
 
-def grid(out: Path, methods: Sequence[str] = ("fedavg", "waffle", "apfl"), **settings: Any) -> list[Any]:
+def grid(out: Path, methods: Sequence[str] = ("fedavg", "waffle-paper", "apfl"), **settings: Any) -> list[Any]:
     configs = [check_run(m, {**SMALL, "seed": seed, **settings}, {}) for m in methods for seed in (1, 2)]
     return [(config, out / config.label) for config in configs]
 

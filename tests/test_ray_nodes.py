@@ -78,7 +78,7 @@ class Killer(Recorder):
 def test_a_killed_node_loses_no_run(shares_disk: bool, nodes: Nodes, tmp_path: Path) -> None:
     """The runs of a killed node continue on others, with the bits of one machine and every round reported once."""
     nodes.restore()
-    methods, settings = ("fedavg", "waffle", "apfl", "ditto"), {"rounds": 150, "samples_per_agent": 40}
+    methods, settings = ("fedavg", "waffle-paper", "apfl", "ditto"), {"rounds": 150, "samples_per_agent": 40}
     alone, there = (grid(tmp_path / name, methods, **settings) for name in ("alone", "there"))
     execute(alone, CPU)
     listener = Killer(nodes, after=400)
@@ -93,7 +93,7 @@ def test_a_killed_node_loses_no_run(shares_disk: bool, nodes: Nodes, tmp_path: P
 def test_ctrl_c_leaves_a_study_resumable(nodes: Nodes, here: Path) -> None:
     """`waffle bench --on ray` stops after Ctrl-C with every run saved; the same command finishes the study."""
     nodes.restore()
-    file = toml(here, 'methods = ["fedavg", "waffle"]\nseeds = [1, 2, 3]\nrounds = 600\nsamples_per_agent = 40\n')
+    file = toml(here, 'methods = ["fedavg", "waffle-paper"]\nseeds = [1, 2, 3]\nrounds = 600\nsamples_per_agent = 40\n')
     flags = [
         "bench",
         str(file),

@@ -31,7 +31,7 @@ from waffle_fl.algorithms.pfedgraph import PFedGraph, graph, on_simplex
 from waffle_fl.algorithms.pfedme import PFedMe
 from waffle_fl.algorithms.scaffold import Agents, Scaffold, Up, received_control_variates
 from waffle_fl.algorithms.waffle import Waffle
-from waffle_fl.algorithms.waffle_kin import WaffleKin
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.algorithms.weight_erosion import WeightErosion
 from waffle_fl.batches import Batches
 from waffle_fl.engines.run_spec import RunSpec, State
@@ -76,7 +76,7 @@ def test_waffle_with_equal_weights_is_scaffold() -> None:
     net = Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
     scaffold = Scaffold(LR)
     for control in ("anchored", "paper"):
-        waffle = Waffle(LR, control=control)
+        waffle = WafflePaper(LR, control=control)
         a, _ = scaffold.init(net, 4)
         b, _ = waffle.init(net, 4)
         for seed in range(3):
@@ -93,14 +93,16 @@ def test_two_agents_under_max_are_scaffold() -> None:
     """With two agents WAFFLE's default weights are equal until 95 % of the rounds: a whole run equals SCAFFOLD's."""
     runs = [alice_s_model(a, rounds=5, sizes=(23, 14)) for a in (Scaffold(LR),)]
     federation = make_federation((23, 14))
-    outcomes = outcomes_of(RunSpec(Waffle(LR), federation, 3), shared_model(), rounds=100)
+    outcomes = outcomes_of(RunSpec(WafflePaper(LR), federation, 3), shared_model(), rounds=100)
     assert close(outcomes[4].state.server.x, runs[0])
 
 
 def test_waffle_with_all_weight_on_alice_is_local() -> None:
     """With psi = 0 other agents enter only through the history of 1/N; afterwards Alice's steps are plain SGD."""
     federation, model = make_federation(), shared_model()
-    outcomes = outcomes_of(RunSpec(Waffle(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8)
+    outcomes = outcomes_of(
+        RunSpec(WafflePaper(LR, omega="constant(0)", psi="constant(0)"), federation, 3), model, rounds=8
+    )
     server = outcomes[3].state.server
     assert outcomes[3].measured["weights"] == [1, 0, 0, 0]
     torch.testing.assert_close(server.c, server.c_i[0])
@@ -116,7 +118,7 @@ def test_printed_control_rule_is_biased() -> None:
     """Once Alice trains alone, c = c_A under "anchored"; the printed rule c += dc keeps a constant bias c - c_A."""
     biases = {}
     for control in ("anchored", "paper"):
-        algorithm = Waffle(LR, control=control, omega="constant(0)", psi="constant(0)")
+        algorithm = WafflePaper(LR, control=control, omega="constant(0)", psi="constant(0)")
         outcomes = outcomes_of(RunSpec(algorithm, make_federation(), 3), shared_model(), rounds=12)
         biases[control] = [float((o.state.server.c - o.state.server.c_i[0]).norm()) for o in outcomes[4:]]
     assert max(biases["anchored"]) < 1e-12
@@ -150,14 +152,14 @@ def test_scaffold_s_control_variate_is_the_mean_gradient() -> None:
 
 def test_server_and_agent_compute_the_same_control_variate() -> None:
     """The server's copy of c_i equals the agent's bit for bit, so that it is not sent."""
-    for algorithm in (Scaffold(LR), Waffle(SGD(0.1, 0.9, 5e-4))):
+    for algorithm in (Scaffold(LR), WafflePaper(SGD(0.1, 0.9, 5e-4))):
         state = outcomes_of(RunSpec(algorithm, make_federation(), 3), shared_model(torch.float32), rounds=5)[-1].state
         assert torch.equal(state.server.c_i, state.agents.c_i)
 
 
 def test_a_clipped_agent_keeps_its_control_variate() -> None:
     """An agent with many more samples than Alice is clipped in every round; server and agent both keep the old c_i."""
-    for algorithm in (Scaffold(LR), Waffle(LR)):
+    for algorithm in (Scaffold(LR), WafflePaper(LR)):
         outcomes = outcomes_of(RunSpec(algorithm, make_federation((8, 9, 60, 10)), 3), shared_model(), guard="standard")
         assert all(o.measured["screened"]["agent 2"] == "clipped" for o in outcomes)
         state = outcomes[-1].state
@@ -167,7 +169,7 @@ def test_a_clipped_agent_keeps_its_control_variate() -> None:
 
 def test_clipped_agent_is_compared_by_its_update() -> None:
     """A clipped agent keeps its old c_i, but its distance is computed from its update."""
-    algorithm = Waffle(LR, compared="gradients")
+    algorithm = WafflePaper(LR, compared="gradients")
     server, _ = algorithm.init(Net(torch.linspace(0, 1, 7, dtype=torch.float64), torch.zeros(0).double()), 4)
     up, context = random_up(0)
     cut = context._replace(intact=context.received & (torch.arange(4) != 2))
@@ -185,7 +187,7 @@ def test_a_rejected_agent_keeps_its_control_variate() -> None:
         replacements = {2: 20 * up.dy[3], 3: -1000 * up.dy[0], 4: -up.dy[0], 5: 0 * up.dy[3]}
         return up._replace(dy=torch.stack([*up.dy[:3], replacements.get(r, up.dy[3])]))
 
-    for algorithm in (Scaffold(LR), Waffle(LR)):
+    for algorithm in (Scaffold(LR), WafflePaper(LR)):
         spec = RunSpec(algorithm, make_federation(), 3, tamper=tamper)
         outcomes = outcomes_of(spec, shared_model(), rounds=5, guard="standard")
         assert all(o.measured["screened"]["agent 3"] != "clipped" for o in outcomes[1:])
@@ -388,15 +390,15 @@ def test_fedbn_without_batch_normalisation_is_fedavg() -> None:
     assert close(alice_s_model(fitted(FedBN(LR))), alice_s_model(FedAvg(LR)))
 
 
-def test_waffle_kin_that_shares_all_is_fedavg() -> None:
+def test_waffle_that_shares_all_is_fedavg() -> None:
     """Without head, yielding and averaging every layer is shared by all agents, and the mean is FedAvg's."""
-    kin = WaffleKin(LR, head_layers=0, yielding=0.0, averaging=0.0)
+    kin = Waffle(LR, head_layers=0, yielding=0.0, averaging=0.0)
     assert close(alice_s_model(fitted(kin)), alice_s_model(FedAvg(LR)))
 
 
 def test_opposite_updates_separate_at_once() -> None:
     """An agent whose head moves against Alice's starts the next round with its own head, with weight 0 in hers."""
-    algorithm = fitted(WaffleKin(LR, yielding=0.0))
+    algorithm = fitted(Waffle(LR, yielding=0.0))
     net = shared_model().init(3)
     server, agents = algorithm.init(net, 3)
     head = algorithm.cut.sizes[-1]

@@ -40,9 +40,9 @@ def finished(method: str, split: str, seed: int, best: float, status: str = "fin
 RUNS = [
     finished("fedavg", "A", 1, 0.90),
     finished("fedavg", "A", 2, 0.94),
-    finished("waffle", "A", 1, 0.92),
-    finished("waffle", "A", 2, 0.92),
-    finished("waffle", "B*", 1, 0.5, status="diverged"),
+    finished("waffle-paper", "A", 1, 0.92),
+    finished("waffle-paper", "A", 2, 0.92),
+    finished("waffle-paper", "B*", 1, 0.5, status="diverged"),
 ]
 
 
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("grid")
     settings = Settings(rounds=4, batch_size=16, test="all", validation=0.2, agents=4)
     experiment = Experiment(
-        methods=("local", "weight-erosion", "waffle"), splits=("C", "A*"), seeds=(1, 2), settings=settings
+        methods=("local", "weight-erosion", "waffle-paper"), splits=("C", "A*"), seeds=(1, 2), settings=settings
     )
     execute(plan(experiment, out), Runtime())
     return out
@@ -63,7 +63,7 @@ def test_means_and_deviations_by_hand() -> None:
     cell = scores(RUNS, "best")["A", "fedavg"]
     assert cell.mean == pytest.approx(0.92)
     assert cell.std == pytest.approx(0.0282843, abs=1e-6)
-    assert scores(RUNS, "best")["B*", "waffle"].std is None
+    assert scores(RUNS, "best")["B*", "waffle-paper"].std is None
 
 
 def test_the_best_of_a_row_is_bold() -> None:
@@ -99,7 +99,7 @@ def test_a_condensed_record_gives_the_same_tables(runs: Path, tmp_path: Path) ->
     assert to_csv(again) == to_csv(plain)
     assert {(r.config.method, r.config.settings.seed) for r in again if "weights" in r.rounds[0]} == {
         ("weight-erosion", 1),
-        ("waffle", 1),
+        ("waffle-paper", 1),
     }
     assert "selected" in again[0].result
 
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_written_is_named(name: str, runs: Path, tmp_path:
 
 def test_unlike_runs_are_not_averaged(tmp_path: Path) -> None:
     """Runs with other settings have a separate row that states the difference."""
-    other = RunConfig(method="waffle", settings=Settings(split="A", seed=3, lr=0.5))
+    other = RunConfig(method="waffle-paper", settings=Settings(split="A", seed=3, lr=0.5))
     odd = FinishedRun(Path("odd"), other, {}, RUNS[0].result, RUNS[0].rounds)
     write_report([*RUNS, odd], tmp_path, "odd", images=False)
     text = (tmp_path / "table.md").read_text()
@@ -224,7 +224,12 @@ def test_a_federation_in_one_table() -> None:
         metrics = {} if auc is None else {"metrics": {"auc": auc}}
         return replace(found, config=replace(found.config, settings=settings), result={**found.result, **metrics})
 
-    scores = {("local", 1): (0.5, 0.7), ("local", 2): (0.6, 0.7), ("waffle", 1): (0.8, 0.6), ("waffle", 2): (0.8, 0.8)}
+    scores = {
+        ("local", 1): (0.5, 0.7),
+        ("local", 2): (0.6, 0.7),
+        ("waffle-paper", 1): (0.8, 0.6),
+        ("waffle-paper", 2): (0.8, 0.8),
+    }
     runs = [
         run(m, alice, seed, auc) for (m, seed), found in scores.items() for alice, auc in zip("xy", found, strict=True)
     ]

@@ -52,11 +52,11 @@ def with_options(run: FinishedRun, **options: object) -> FinishedRun:
 
 def test_options_separate_rows() -> None:
     """A row states an option that is not the default; methods without the option stay in the default row."""
-    low = with_options(finished("waffle", "A", 1, 0.5), denominator="range")
+    low = with_options(finished("waffle-paper", "A", 1, 0.5), denominator="range")
     runs = with_variants([*RUNS, low])
     assert rows_of(runs) == ["A", "A, denominator range", "B*"]
-    assert scores(runs, "best")["A", "waffle"].mean == pytest.approx(0.92)
-    assert scores(runs, "best")["A, denominator range", "waffle"].mean == pytest.approx(0.5)
+    assert scores(runs, "best")["A", "waffle-paper"].mean == pytest.approx(0.92)
+    assert scores(runs, "best")["A, denominator range", "waffle-paper"].mean == pytest.approx(0.5)
     assert remarks(runs) == [
         "Rows state the settings in which runs of one split differ. "
         "Settings that a row does not state are at their default: denominator max."
@@ -65,7 +65,7 @@ def test_options_separate_rows() -> None:
 
 def test_a_setting_that_differs_by_split_is_a_remark() -> None:
     """A setting that differs by split only gives a remark, not more rows."""
-    star = finished("waffle", "B*", 1, 0.5)
+    star = finished("waffle-paper", "B*", 1, 0.5)
     settings = replace(star.config.settings, permutation_seed=1)
     runs = with_variants([RUNS[0], replace(star, config=replace(star.config, settings=settings))])
     assert rows_of(runs) == ["A", "B*"]

@@ -46,7 +46,7 @@ from waffle_fl.results import PROTOCOLS, FinishedRun, Score, condense, read_cond
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "mnist-6000.jsonl"
 TINY = """
-methods = ["fedavg", "waffle"]
+methods = ["fedavg", "waffle-paper"]
 splits = ["B", "A*"]
 seeds = [1, 2]
 rounds = 3
@@ -57,7 +57,7 @@ validation = 0.2
 
 [variants.clipped]
 waffle = { clip = 1.0 }
-methods = ["waffle"]
+methods = ["waffle-paper"]
 """
 
 
@@ -85,7 +85,7 @@ def runs() -> list[FinishedRun]:
 def test_the_papers_table() -> None:
     """The paper's table has sixty cells, in percent."""
     assert {data: len(cells) for data, cells in TABLE.items()} == {"mnist": 30, "cifar10": 30}
-    assert TABLE["mnist"]["C", "waffle"] == (99.0, 0.08)
+    assert TABLE["mnist"]["C", "waffle-paper"] == (99.0, 0.08)
     assert TABLE["mnist"]["A*", "fedavg"] == (13.37, 3.21)
     assert TABLE["cifar10"]["B*", "scaffold"] == (47.6, None)
     assert TABLE["cifar10"]["C", "local"].mean == 83.2
@@ -117,9 +117,12 @@ def test_experiment_files_hold_the_papers_settings() -> None:
             assert experiment.splits == SPLITS
             assert s.remainder == "keep"
             departs = experiment.name == "cifar10/directions"  # the only departure, as the results page states
-            assert experiment.options.get("waffle", {}).get("compared", "updates") == ("updates", "directions")[departs]
+            assert (
+                experiment.options.get("waffle-paper", {}).get("compared", "updates")
+                == ("updates", "directions")[departs]
+            )
     assert Scaffold().clip == 2.0
-    assert commands.ALGORITHMS["waffle"]().omega == f"sigmoid({SLOPE})"  # type: ignore[attr-defined]
+    assert commands.ALGORITHMS["waffle-paper"]().omega == f"sigmoid({SLOPE})"  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -270,10 +273,10 @@ def test_seeds_can_be_overridden(clone: Path) -> None:
 def test_methods_can_be_selected(clone: Path) -> None:
     """Only the named methods are run; runs of the other methods stay missing."""
     methods = {config.method for config in read_part(clone, "tiny").planned().values()}
-    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("waffle",))
+    run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("waffle-paper",))
     part = read_part(clone, "tiny")
-    assert {run.config.method for run in part.all_runs} == {"waffle"}
-    assert {config.method for config in part.missing().values()} == methods - {"waffle"} != set()
+    assert {run.config.method for run in part.all_runs} == {"waffle-paper"}
+    assert {config.method for config in part.missing().values()} == methods - {"waffle-paper"} != set()
     text = refusal(run_missing, clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("wafle",))
     assert "no method 'wafle' in tiny, did you mean waffle?" in text
 
@@ -324,25 +327,25 @@ def cells(**means: float) -> dict[tuple[str, str], Score]:
 def test_above_by_hand() -> None:
     """Equal is not above; the numbers count the cases and show the closest one, or those that fail."""
     better = cells(waffle=95, local_B=91)
-    verdict = claims.above("x", better, ("B", "C"), ("waffle",), ("local", "fedavg"))
+    verdict = claims.above("x", better, ("B", "C"), ("waffle-paper",), ("local", "fedavg"))
     assert verdict.holds
     assert verdict.numbers.startswith(
         "4 of 4, 4 significantly; B: WAFFLE 95.00, Local 91.00, difference +4.00 ± 0.06, p = "
     )
-    assert not claims.above("x", cells(), ("B",), ("waffle",), ("local",)).holds
-    assert claims.above("x", cells(waffle=95), ("A*",), ("waffle",), ("local",), by=5).holds
-    assert not claims.above("x", cells(waffle=95), ("A*",), ("waffle",), ("local",), by=5.5).holds
+    assert not claims.above("x", cells(), ("B",), ("waffle-paper",), ("local",)).holds
+    assert claims.above("x", cells(waffle=95), ("A*",), ("waffle-paper",), ("local",), by=5).holds
+    assert not claims.above("x", cells(waffle=95), ("A*",), ("waffle-paper",), ("local",), by=5.5).holds
     lacking = {key: score for key, score in better.items() if key != ("C", "local")}
-    assert claims.above("x", lacking, ("C",), ("waffle",), ("local",)).numbers == "no record of Local on C"
+    assert claims.above("x", lacking, ("C",), ("waffle-paper",), ("local",)).numbers == "no record of Local on C"
 
 
 def test_a_claim_is_undecided_within_the_noise_of_seeds() -> None:
     """A difference that Welch's test cannot tell from 0 leaves the claim undecided; one that it can fails it."""
-    slightly = claims.above("x", cells(local=90.05), ("B",), ("waffle",), ("local",))
-    clearly = claims.above("x", cells(local=91), ("B",), ("waffle",), ("local",))
+    slightly = claims.above("x", cells(local=90.05), ("B",), ("waffle-paper",), ("local",))
+    clearly = claims.above("x", cells(local=91), ("B",), ("waffle-paper",), ("local",))
     assert (slightly.word, clearly.word) == ("undecided", "does not hold")
     one_seed = {key: replace(score, seeds=1, std=None) for key, score in cells(local=90.05).items()}
-    assert claims.above("x", one_seed, ("B",), ("waffle",), ("local",)).word == "does not hold"
+    assert claims.above("x", one_seed, ("B",), ("waffle-paper",), ("local",)).word == "does not hold"
 
 
 def test_near_the_best_by_hand() -> None:
@@ -355,12 +358,12 @@ def test_near_the_best_by_hand() -> None:
 
 def test_distance_from_the_paper() -> None:
     """On MNIST a cell may be below the paper by the paper's own spread, on CIFAR-10 2 points away either way."""
-    printed = {f"waffle_{split.replace('*', 'x')}": TABLE["mnist"][split, "waffle"].mean for split in SPLITS}
+    printed = {f"waffle_{split.replace('*', 'x')}": TABLE["mnist"][split, "waffle-paper"].mean for split in SPLITS}
     assert claims.within_the_paper(cells(**printed)).holds
-    spread = TABLE["mnist"]["C", "waffle"].std or 0.0
+    spread = TABLE["mnist"]["C", "waffle-paper"].std or 0.0
     low = printed | {"waffle_C": printed["waffle_C"] - spread - 0.01}
     assert not claims.within_the_paper(cells(**low)).holds
-    cifar = {f"waffle_{split.replace('*', 'x')}": TABLE["cifar10"][split, "waffle"].mean for split in SPLITS}
+    cifar = {f"waffle_{split.replace('*', 'x')}": TABLE["cifar10"][split, "waffle-paper"].mean for split in SPLITS}
     assert claims.close_to_paper(cells(**cifar), "cifar10", 2).holds
     assert not claims.close_to_paper(cells(**cifar | {"waffle_B": 95.2}), "cifar10", 2).holds
 
@@ -376,13 +379,13 @@ def test_agreement_is_a_test_with_both_spreads() -> None:
 
 def test_a_single_draw_of_the_paper_is_tested_as_a_further_draw_of_ours() -> None:
     """On A* and on CIFAR-10 the paper has one draw: Student's test with our spread, and none with one of ours."""
-    ours = {("A*", "waffle"): Score(0.9, 0.02, 3, 0), ("A", "waffle"): Score(0.9, None, 1, 0)}
-    gap = 0.9 - TABLE["cifar10"]["A*", "waffle"].mean / 100
+    ours = {("A*", "waffle-paper"): Score(0.9, 0.02, 3, 0), ("A", "waffle-paper"): Score(0.9, None, 1, 0)}
+    gap = 0.9 - TABLE["cifar10"]["A*", "waffle-paper"].mean / 100
     assert gap == pytest.approx(0)
-    assert claims.agreement_test(ours, "cifar10", "A*", "waffle") == pytest.approx(1)
+    assert claims.agreement_test(ours, "cifar10", "A*", "waffle-paper") == pytest.approx(1)
     by_hand = 2 * (1 - student(2).cdf((0.9799 - 0.9) / (0.02 * (1 + 1 / 3) ** 0.5)))
-    assert claims.agreement_test(ours, "mnist", "A*", "waffle") == pytest.approx(by_hand)
-    assert np.isnan(claims.agreement_test(ours, "cifar10", "A", "waffle"))
+    assert claims.agreement_test(ours, "mnist", "A*", "waffle-paper") == pytest.approx(by_hand)
+    assert np.isnan(claims.agreement_test(ours, "cifar10", "A", "waffle-paper"))
 
 
 @pytest.mark.parametrize("study", ["mnist", "cifar10"])
@@ -395,14 +398,14 @@ def test_no_claim_holds_without_records(study: str, records: Records) -> None:
 def test_a_cell_is_a_mean_over_units(records: Records) -> None:
     """A* of WAFFLE on MNIST is the mean over ten permutations of means over seeds; Local has ten seeds instead."""
     found = study_cells("mnist", records.parts)
-    runs = [run for run in records.runs("mnist-permutations") if (run.row, run.config.method) == ("A*", "waffle")]
+    runs = [run for run in records.runs("mnist-permutations") if (run.row, run.config.method) == ("A*", "waffle-paper")]
     by_draw = [
         np.mean([r.result["best"]["accuracy"] for r in runs if r.config.settings.permutation_seed == draw])
         for draw in range(10)
     ]
-    assert found["A*", "waffle"].mean == pytest.approx(np.mean(by_draw))
-    assert found["A*", "waffle"].std == pytest.approx(np.std(by_draw, ddof=1))
-    assert (found["A*", "waffle"].seeds, found["A*", "local"].seeds, found["B", "ditto"].seeds) == (10, 10, 10)
+    assert found["A*", "waffle-paper"].mean == pytest.approx(np.mean(by_draw))
+    assert found["A*", "waffle-paper"].std == pytest.approx(np.std(by_draw, ddof=1))
+    assert (found["A*", "waffle-paper"].seeds, found["A*", "local"].seeds, found["B", "ditto"].seeds) == (10, 10, 10)
     local = [run for run in records.runs("mnist") if run.config.method == "local"]
     assert found["A*", "local"] == cells_of(local)["A*", "local"]
 
@@ -411,8 +414,8 @@ def test_both_rows_of_waffle_on_cifar(records: Records) -> None:
     """WAFFLE has two rows on CIFAR-10: directions, and the printed distances."""
     found = study_cells("cifar10", records.parts)
     by_variant = {name.rpartition("/")[2]: runs for name, runs in records.parts["cifar10"].runs.items()}
-    assert found["C", "waffle"] == cells_of(by_variant["directions"])["C", "waffle"]
-    assert found["C", AS_PRINTED] == cells_of(by_variant["printed"])["C", "waffle"]
+    assert found["C", "waffle-paper"] == cells_of(by_variant["directions"])["C", "waffle-paper"]
+    assert found["C", AS_PRINTED] == cells_of(by_variant["printed"])["C", "waffle-paper"]
 
 
 # --------------------------------------------------------------------------------------------------------- convergence
@@ -439,13 +442,13 @@ def test_rounds_to_a_common_target_by_hand(runs: list[FinishedRun]) -> None:
         rounds = [{"round": r + 1, "accuracy": value} for r, value in enumerate(accuracies)]
         return replace(runs[0], rounds=rounds, config=RunConfig(method=method, settings=settings))
 
-    fast, slow = run("waffle", 0.2, 0.85, *[0.9] * 10), run("apfl", 0.3, 0.4, 0.5, *[0.8] * 9)
+    fast, slow = run("waffle-paper", 0.2, 0.85, *[0.9] * 10), run("apfl", 0.3, 0.4, 0.5, *[0.8] * 9)
     assert (rounds_needed(fast, 0.9), rounds_needed(slow, 0.8), rounds_needed(slow, 0.81)) == (3, 4, None)
-    split, overall = compare([fast, slow], "waffle", "apfl")
+    split, overall = compare([fast, slow], "waffle-paper", "apfl")
     assert (split.splits, split.target, split.ours, split.theirs) == ("A", pytest.approx(0.9), 3, 13)
     assert (split.our_reached, split.their_reached, split.pairs) == (1, 0, 1)
     assert (overall.splits, overall.target, overall.ours - overall.theirs, overall.p_value) == ("all", None, -10, 1.0)
-    assert compare([fast], "waffle", "apfl") == []
+    assert compare([fast], "waffle-paper", "apfl") == []
 
 
 # ---------------------------------------------------------------------------------------------------- computed records
@@ -457,7 +460,7 @@ def test_drift_matches_theory() -> None:
     goal = drift.common_optimum()
     torch.testing.assert_close(ends["scaffold"], goal, atol=1e-4, rtol=0)
     assert (ends["fedavg"] - goal).norm() > 0.1
-    assert (ends["waffle"] - drift.OPTIMA[0]).norm() < 0.1
+    assert (ends["waffle-paper"] - drift.OPTIMA[0]).norm() < 0.1
 
 
 def test_momentum_loop_matches_scaffold() -> None:
@@ -536,7 +539,7 @@ def test_records_are_small() -> None:
 def test_the_text_on_cifar_matches_the_records(records: Records) -> None:
     """The numbers in the text on CIFAR-10 match the records: rounds of exclusion, weights and margins."""
     tried = {name.rpartition("/")[2]: runs for name, runs in records.parts["cifar10-departures"].runs.items()}
-    tried["directions"] = [run for run in records.runs("cifar10-reset") if run.config.method == "waffle"]
+    tried["directions"] = [run for run in records.runs("cifar10-reset") if run.config.method == "waffle-paper"]
 
     def dropped(variant: str) -> list[int]:
         """The first round in which each agent other than Alice has no weight, on C."""
@@ -557,12 +560,14 @@ def test_the_text_on_cifar_matches_the_records(records: Records) -> None:
         assert np.corrcoef(weights, shared)[0, 1] == pytest.approx(correlation, abs=0.005)
 
     ours, printed = ({p: scores(tried[v], p) for p in PROTOCOLS} for v in ("directions", "updates"))
-    gains = {p: {s: ours[p][s, "waffle"].mean - printed[p][s, "waffle"].mean for s in SPLITS} for p in PROTOCOLS}
+    gains = {
+        p: {s: ours[p][s, "waffle-paper"].mean - printed[p][s, "waffle-paper"].mean for s in SPLITS} for p in PROTOCOLS
+    }
     assert all(gain > 0 for p in ("best", "selected") for gain in gains[p].values())
     assert [split for split in SPLITS if gains["last"][split] > 0] == ["B*"]
     for protocol, samples in (("best", 1), ("selected", 11)):
         theirs = scores(records.runs("cifar10-reset"), protocol)["C", "fedavg"].mean
-        assert 1000 * (ours[protocol]["C", "waffle"].mean - theirs) == pytest.approx(samples, abs=0.01)
+        assert 1000 * (ours[protocol]["C", "waffle-paper"].mean - theirs) == pytest.approx(samples, abs=0.01)
 
 
 def test_there_is_no_other_figure(records: Records) -> None:

@@ -42,7 +42,7 @@ from pathlib import Path
 from waffle_fl.config import check_run
 from waffle_fl.records import Run
 
-chosen = check_run("waffle", {"data": "synthetic", "model": "linear", "rounds": 6, "samples_per_agent": 20}, {})
+chosen = check_run("waffle-paper", {"data": "synthetic", "model": "linear", "rounds": 6, "samples_per_agent": 20}, {})
 with Run.opened(Path(sys.argv[1]), chosen, {}):
     print("locked", flush=True)
     time.sleep(600)
@@ -95,7 +95,7 @@ def test_every_difference_is_listed(tmp_path: Path) -> None:
     before = snapshot(folder)
     other = bound(results_version="2", torch="3", device="H200", data="d1")
     changes = [
-        "method was 'waffle', now 'scaffold'",
+        "method was 'waffle-paper', now 'scaffold'",
         "settings.lr was 0.1, now 0.2",
         "settings.seed was 1, now 2",
         "provenance.results_version was '1', now '2'",
@@ -154,7 +154,7 @@ def test_the_command_line_refuses_and_forces(
 ) -> None:
     """`waffle run` with another step size on an unfinished run exits with code 2; with --force it finishes."""
     folder = halted(tmp_path / "run", config())
-    arguments = ["run", "waffle", "--data", "synthetic", "--model", "linear", "--rounds", ROUNDS]
+    arguments = ["run", "waffle-paper", "--data", "synthetic", "--model", "linear", "--rounds", ROUNDS]
     arguments += ["--samples-per-agent", 20, "--lr", 0.2, "--out", folder, "--quiet"]
     assert command(monkeypatch, *arguments) == 2
     message = capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_an_unwritable_folder_is_refused_before_training(
 # --- finished runs (P12)
 
 
-@pytest.mark.parametrize("method", ["waffle", "apfl"])
+@pytest.mark.parametrize("method", ["waffle-paper", "apfl"])
 def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Running a finished run again returns the same result, trains nothing and changes no file."""
     folder = tmp_path / "run"
@@ -243,13 +243,13 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_missing_settings_of_an_older_config_mean_their_defaults(tmp_path: Path) -> None:
     """Settings and options that an older config lacks count as their defaults."""
     folder = tmp_path / "run"
-    first = finish(folder, config("waffle"))
+    first = finish(folder, config("waffle-paper"))
     path = folder / "config.json"
     content = json.loads(path.read_text())
     del content["settings"]["leave_out"], content["settings"]["augment"], content["options"]["eta_g"]
     path.write_text(json.dumps(content))
     (folder / "manifest.json").unlink()  # that version wrote none
-    assert finish(folder, config("waffle"), force=True) == first
+    assert finish(folder, config("waffle-paper"), force=True) == first
 
 
 def test_resuming_a_finished_run_exits_with_0(
@@ -288,7 +288,7 @@ def test_force_never_gives_a_finished_run_a_config_it_was_not_trained_with(tmp_p
     assert trained_anew or claimed == 0.1
 
 
-@pytest.mark.parametrize("method", ["local", "fedavg", "scaffold", "weight-erosion", "waffle", "apfl", "ditto"])
+@pytest.mark.parametrize("method", ["local", "fedavg", "scaffold", "weight-erosion", "waffle-paper", "apfl", "ditto"])
 def test_every_method_resumes_to_the_same_bits(tmp_path: Path, method: str) -> None:
     """A run of any method that was halted twice ends with the model and log of the uninterrupted run."""
     chosen = config(method)

@@ -13,7 +13,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from dp_accounting.pld import PLDAccountant
 from torch import Tensor, nn
 
-from waffle_fl import FedAvg, Federation, FlatModel, Local, Waffle
+from waffle_fl import FedAvg, Federation, FlatModel, Local, WafflePaper
 from waffle_fl.algorithms import ALGORITHMS, SGD
 from waffle_fl.engines.noise_checks import check_noise
 from waffle_fl.engines.private_gradients import batches_of, gradients_per_step, release_of
@@ -183,7 +183,7 @@ def test_a_step_is_the_noised_sum_over_the_expected_batch_size() -> None:
     torch.testing.assert_close(found, vector, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "waffle", "ditto", "mr-mtl", "local"])
+@pytest.mark.parametrize("method", ["fedavg", "waffle-paper", "ditto", "mr-mtl", "local"])
 def test_both_engines_agree(method: str) -> None:
     """The fast engine and the readable one draw the same samples and the same noise."""
     fast, loop = (trained(ALGORITHMS[method](sgd=SGD(0.1)), federation(), engine=engine) for engine in ("fast", "loop"))
@@ -193,10 +193,10 @@ def test_both_engines_agree(method: str) -> None:
 def test_a_stack_changes_no_bit() -> None:
     """A run has the same bits alone, beside another run, and beside agents with fewer samples."""
     model, both = FlatModel(lambda: mlp((FEATURES,), 2)), [federation(4), federation(3, 25)]
-    specs = [RunSpec(Waffle(SGD(0.1)), some, 3) for some in both]
+    specs = [RunSpec(WafflePaper(SGD(0.1)), some, 3) for some in both]
     *_, together = simulate(specs, model, rounds=2, workers=1, **DP)
     for outcome, some in zip(together, both, strict=True):
-        assert torch.equal(tensors(outcome.state), trained(Waffle(SGD(0.1)), some, model))
+        assert torch.equal(tensors(outcome.state), trained(WafflePaper(SGD(0.1)), some, model))
 
 
 def test_several_gradients_of_a_sample_get_more_noise() -> None:

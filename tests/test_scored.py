@@ -66,7 +66,7 @@ def run(settings: dict[str, Any], method: str, folder: Path) -> None:
 
 def test_methods_for_alice_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WaffleError, match="waffle, which trains for Alice alone: use alice = all"):
-        run({"scored": "all"}, "waffle", tmp_path / "waffle")
+        run({"scored": "all"}, "waffle-paper", tmp_path / "waffle-paper")
     with pytest.raises(WaffleError, match="expected alice with the attack sign-flip"):
         run({"scored": "all", "attack": "sign-flip"}, "fedavg", tmp_path / "attacked")
     with pytest.raises(WaffleError, match="one agent with scored = all"):

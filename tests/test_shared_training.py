@@ -36,7 +36,7 @@ def same_outcome(found: Outcome, expected: Outcome) -> bool:
     return numbers[0] == numbers[1] and all(torch.equal(a, b) for a, b in bits)
 
 
-@pytest.mark.parametrize("method", [*ALICE_INDEPENDENT, "local", "waffle", "weight-erosion"])
+@pytest.mark.parametrize("method", [*ALICE_INDEPENDENT, "local", "waffle-paper", "weight-erosion"])
 def test_shared_runs_equal_separate_runs(method: str) -> None:
     """All agents' models train together, and each agent has its own scores and weights."""
     specs = one_run_per_alice(method, make_federation((12, 9, 17, 5)))

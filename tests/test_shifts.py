@@ -542,7 +542,7 @@ def test_config_without_a_shift_is_unchanged() -> None:
     known = check_run("fedavg", {}, {}).to_json()
     earlier = {**known, "settings": {k: v for k, v in known["settings"].items() if k != "shift"}}
     assert completed(earlier, "fedavg") == known
-    assert completed(earlier, "waffle") == earlier
+    assert completed(earlier, "waffle-paper") == earlier
     assert check_run("fedavg", {}, {}).label == "digits-C-fedavg-1"
 
 
@@ -586,7 +586,11 @@ def test_shift_text_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.M
 def test_a_grid_of_shifts_is_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """`waffle bench` runs splits x shifts, including drift, with one row of its table each."""
     monkeypatch.chdir(tmp_path)
-    lines = ['methods = ["fedavg", "waffle"]', 'splits = ["A"]', 'shifts = ["", "noise(1)", "drift(sudden, 0.5)"]']
+    lines = [
+        'methods = ["fedavg", "waffle-paper"]',
+        'splits = ["A"]',
+        'shifts = ["", "noise(1)", "drift(sudden, 0.5)"]',
+    ]
     Path("grid.toml").write_text("\n".join([*lines, "agents = 3", "rounds = 2", "samples_per_agent = 20"]))
     assert main(["bench", "grid.toml", "--quiet", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 6

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import BATCH, make_federation, make_model, outcomes_of
-from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, Scaffold, Waffle, WaffleError, simulate
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, Scaffold, WaffleError, WafflePaper, simulate
 from waffle_fl.batches import Batches
 from waffle_fl.data.synthetic import quadratics
 from waffle_fl.engines.cuda_graphs import WORTH_A_CUT, last_for_all
@@ -44,7 +44,7 @@ def test_fedavg_and_scaffold_find_the_known_optimum() -> None:
 
 def test_waffle_finds_alice_s_optimum() -> None:
     """WAFFLE converges to Alice's own optimum once training is local."""
-    algorithm = Waffle(SGD(0.3), clip=0.0, omega="step(0.5)", psi="step(0.5)")
+    algorithm = WafflePaper(SGD(0.3), clip=0.0, omega="step(0.5)", psi="step(0.5)")
     federation, model, _ = quadratic_federation()
     state = outcomes_of(RunSpec(algorithm, federation, 1), model, rounds=200)[-1].state
     torch.testing.assert_close(state.server.x, federation.x[0], rtol=1e-5, atol=1e-5)
@@ -62,7 +62,7 @@ def test_a_batch_of_one_cannot_be_normalised() -> None:
 def test_normalised_models_train() -> None:
     """A model with BatchNorm trains with every batch size that leaves no single sample, and its statistics change."""
     model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
-    outcomes = outcomes_of(RunSpec(Waffle(SGD(0.1, 0.9)), make_federation((16, 10, 3)), 1), model, rounds=4)
+    outcomes = outcomes_of(RunSpec(WafflePaper(SGD(0.1, 0.9)), make_federation((16, 10, 3)), 1), model, rounds=4)
     stats = [o.state.server.stats for o in outcomes]
     assert all(torch.isfinite(s).all() for s in stats)
     assert not torch.equal(stats[0], stats[3])
@@ -73,7 +73,7 @@ def test_tiny_agents_take_part() -> None:
     federation = make_federation((23, 1, 5))
     batches = Batches([federation], [1], BATCH, 1, torch.float32)
     assert batches.steps == [3, 1, 1]
-    outcome = outcomes_of(RunSpec(Waffle(SGD(0.1)), federation, 1), make_model(), rounds=3)[-1]
+    outcome = outcomes_of(RunSpec(WafflePaper(SGD(0.1)), federation, 1), make_model(), rounds=3)[-1]
     assert outcome.measured["weights"][1] > 0
 
 
@@ -86,7 +86,7 @@ def test_a_stack_needs_equal_training() -> None:
                 [RunSpec(FedAvg(SGD(0.1)), federation, 1), RunSpec(FedAvg(SGD(0.2)), federation, 1)], model, rounds=1
             )
         )
-    specs = [RunSpec(Waffle(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
+    specs = [RunSpec(WafflePaper(SGD(0.1), denominator=d), federation, 1) for d in ("max", "range")]
     assert len(next(simulate(specs, model, rounds=5, batch_size=BATCH))) == 2
 
 
@@ -95,7 +95,7 @@ def test_chunks_and_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     from waffle_fl.engines import row_training as module
 
     def run(workers: int) -> torch.Tensor:
-        spec = RunSpec(Waffle(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
+        spec = RunSpec(WafflePaper(SGD(0.1)), make_federation((23, 9, 32, 14, 8)), 1)
         return outcomes_of(spec, make_model(torch.float32), rounds=4, workers=workers)[-1].state.server.x
 
     together = run(1)

@@ -42,7 +42,7 @@ from theory_support import (
 from waffle_fl.algorithms import SGD, Net
 from waffle_fl.algorithms.contract import one_hot
 from waffle_fl.algorithms.fedavg import FedAvg
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 
 OURS = momentum.FORMS["outside, divided by K (ours)"]
 
@@ -56,7 +56,7 @@ def test_a_round_of_local_steps(seed: int) -> None:
     case = random_case(seed)
     lr, steps = case.draw.uniform(0.05, 3), case.some_steps()
     x, c, c_i = case.normal(case.size), case.normal(case.size), case.normal(case.agents, case.size)
-    after, dy = round_from(Waffle(SGD(lr), clip=0.0), case.problem, (x, c, c_i), steps, case.weights)
+    after, dy = round_from(WafflePaper(SGD(lr), clip=0.0), case.problem, (x, c, c_i), steps, case.weights)
     for i, K in enumerate(steps):
         P = torch.stack([case.powers(lr, k)[i] for k in range(K)]).mean(dim=0)
         g = case.gradients(x)[i]
@@ -71,7 +71,7 @@ def test_fixed_weights_end_in_the_minimiser(seed: int) -> None:
     objective, for any numbers of local steps, equal or not; there c = 0 and each c_i is its agent's gradient."""
     case = random_case(seed, low=0.2)
     lr, steps = case.draw.uniform(0.1, 1.95), case.some_steps()
-    waffle, rest = Waffle(SGD(lr), clip=0.0), case.rest(case.weights)
+    waffle, rest = WafflePaper(SGD(lr), clip=0.0), case.rest(case.weights)
     after, _ = round_from(waffle, case.problem, rest, steps, case.weights)
     assert close(flat(after), torch.cat([rest[0], rest[1], rest[2].flatten()]))
     matrix = round_map(case.problem.curvatures, case.weights, lr, steps)
@@ -115,7 +115,7 @@ def test_linear_convergence(seed: int) -> None:
     def error(x: Tensor, c_i: Tensor) -> float:
         return float((x - goal).norm() + low / 4 * (case.gradients(x) - c_i).norm(dim=1).max())
 
-    waffle, c_i = Waffle(SGD(lr), clip=0.0), case.normal(case.agents, case.size)
+    waffle, c_i = WafflePaper(SGD(lr), clip=0.0), case.normal(case.agents, case.size)
     start = state_at(waffle, case.zero, case.weights @ c_i, c_i)
     errors = [error(case.zero, c_i)]
     history = play(waffle, case.problem.grad, case.zero, [K] * case.agents, 8, case.weights, state=start)
@@ -130,7 +130,7 @@ def test_a_whole_run_ends_in_alice_s_own_optimum(seed: int) -> None:
     in her own minimiser as R grows, and the other agents only determine where this descent starts."""
     case = random_case(seed)
     lr, K, rounds = case.draw.uniform(0.05, 1.9), case.draw.randint(1, 4), 60
-    history = list(play(Waffle(SGD(lr), clip=0.0), case.problem.grad, case.zero, [K] * case.agents, rounds))
+    history = list(play(WafflePaper(SGD(lr), clip=0.0), case.problem.grad, case.zero, [K] * case.agents, rounds))
     alone = next(r for r in range(rounds) if all(info.weights[0] == 1 for _, _, info in history[r:]))
     assert alone + 1 <= 0.95 * rounds + 2
     own = case.problem.optima[0]
@@ -149,7 +149,7 @@ def test_the_printed_rule_s_bias_is_a_sum(seed: int) -> None:
     case = random_case(seed)
     steps, weights = case.some_steps(5), case.some_weights(10)
     for control in ("anchored", "paper"):
-        waffle = Waffle(SGD(0.2), clip=0.0, control=control)  # type: ignore[arg-type]
+        waffle = WafflePaper(SGD(0.2), clip=0.0, control=control)  # type: ignore[arg-type]
         history = [s for s, *_ in play(waffle, case.problem.grad, case.zero, steps, 10, weights)]
         total = case.zero
         for r, server in enumerate(history):
@@ -166,7 +166,7 @@ def test_the_bias_moves_the_fixed_point(seed: int) -> None:
     case = random_case(seed, low=0.4)
     lr, steps, alpha = case.draw.uniform(0.1, 1.95), case.some_steps(), case.weights
     weights = torch.cat([case.some_weights(4), alpha.expand(6, -1)])
-    waffle = Waffle(SGD(lr), clip=0.0, control="paper")
+    waffle = WafflePaper(SGD(lr), clip=0.0, control="paper")
     history = [s for s, *_ in play(waffle, case.problem.grad, case.zero, steps, len(weights), weights)]
     biases = [server.c - alpha @ server.c_i for server in history[4:]]
     assert all(close(b, biases[0], atol=1e-7 * max(1.0, float(history[-1].c_i.norm()))) for b in biases)
@@ -176,7 +176,7 @@ def test_the_bias_moves_the_fixed_point(seed: int) -> None:
     assert close(rest[1] - alpha @ rest[2], b)
     after, _ = round_from(waffle, case.problem, rest, steps, alpha)
     assert close(flat(after), torch.cat([stop, case.zero, rest[2].flatten()]))
-    calm, c_i = Waffle(SGD(0.4), clip=0.0, control="paper"), case.normal(case.agents, case.size)
+    calm, c_i = WafflePaper(SGD(0.4), clip=0.0, control="paper"), case.normal(case.agents, case.size)
     begin = state_at(calm, case.zero, alpha @ c_i + b, c_i)
     *_, (server, _, _) = play(calm, case.problem.grad, case.zero, [4] * case.agents, 80, alpha, state=begin)
     assert close(server.x, stop, atol=1e-5)
@@ -188,7 +188,7 @@ def test_the_printed_rule_stays_where_it_converged(seed: int) -> None:
     weights; for lr L < 2 and equal numbers of steps the anchored rule converges to the new minimiser."""
     case = random_case(seed, low=0.4)
     rest, later, new = case.rest(case.weights), case.some_weights(8), case.some_weights()
-    printed, anchored = (Waffle(SGD(0.4), clip=0.0, control=control) for control in ("paper", "anchored"))  # type: ignore[arg-type]
+    printed, anchored = (WafflePaper(SGD(0.4), clip=0.0, control=control) for control in ("paper", "anchored"))  # type: ignore[arg-type]
     begin, steps = state_at(printed, *rest), case.some_steps()
     for server, _, _ in play(printed, case.problem.grad, rest[0], steps, len(later), later, state=begin):
         assert close(server.x, rest[0])
@@ -212,7 +212,7 @@ def test_a_round_is_a_matrix(seed: int) -> None:
         for beta in (0.0, 0.9):
             each = [response(H, lr, k, beta) for H, k in zip(case.problem.curvatures, steps, strict=True)]
             matrix = round_map(case.problem.curvatures, case.weights, lr, steps, each, control)  # type: ignore[arg-type]
-            waffle = Waffle(SGD(lr, beta), clip=0.0, control=control)  # type: ignore[arg-type]
+            waffle = WafflePaper(SGD(lr, beta), clip=0.0, control=control)  # type: ignore[arg-type]
             after = [flat(round_from(waffle, case.problem, state, steps, case.weights)[0]) for state in states]
             assert close(after[1] - after[0], matrix @ (before[1] - before[0]))
             if not beta:
@@ -300,7 +300,7 @@ def test_measured_rates_are_spectral_radii(seed: int) -> None:
     problem = case.problem._replace(optima=torch.zeros_like(case.problem.optima))
     steps, lr = case.some_steps(4), case.draw.choice([0.4, 0.8, 1.2, 1.6, 2.2])
     assert measured_rate(FedAvg(SGD(lr)), problem, steps) == pytest.approx(fedavg_radius(problem, lr, steps), rel=0.15)
-    waffle = measured_rate(Waffle(SGD(lr), clip=0.0), problem, steps, equal_weights(problem))
+    waffle = measured_rate(WafflePaper(SGD(lr), clip=0.0), problem, steps, equal_weights(problem))
     assert waffle == pytest.approx(scaffold_radius(problem, lr, steps), rel=0.15)
 
 
@@ -311,7 +311,7 @@ def test_momentum_reweighs_the_objective(seed: int) -> None:
     numbers of steps are equal or if the optima coincide, but not in general."""
     case = random_case(seed)
     lr, beta, steps = case.draw.uniform(0.01, 0.1), case.draw.uniform(0.5, 0.9), [k + 1 for k in case.some_steps()]
-    waffle = Waffle(SGD(lr, beta), clip=0.0)
+    waffle = WafflePaper(SGD(lr, beta), clip=0.0)
 
     def stop_of(problem: Quadratics, steps: list[int]) -> Tensor:
         each = [response(H, lr, k, beta) for H, k in zip(problem.curvatures, steps, strict=True)]
@@ -427,7 +427,7 @@ def test_clipping_bounds_a_round(seed: int) -> None:
 
     for gradient in (case.problem.grad, rough):
         x, longest = case.zero, torch.zeros(case.agents, dtype=torch.float64)
-        for server, _, _ in play(Waffle(SGD(lr), clip=clip), gradient, x, steps, 6, case.weights):
+        for server, _, _ in play(WafflePaper(SGD(lr), clip=clip), gradient, x, steps, 6, case.weights):
             assert (server.x - x).norm() <= lr * max(steps) * clip * (1 + 1e-9)
             assert server.c.norm() <= clip * (1 + 1e-9)
             assert (server.c_i.norm(dim=1) <= longest + 2 * clip * (1 + 1e-9)).all()
@@ -441,7 +441,7 @@ def test_clipping_moves_no_fixed_point_of_waffle(seed: int) -> None:
     not change either; FedAvg's raw gradients do not vanish at its fixed point, and clipping can move it."""
     case = random_case(seed, low=0.4, agents=(3, 4), sizes=(1, 3))
     lr, steps, clip = case.draw.uniform(0.1, 1.95), case.some_steps(), case.draw.uniform(0.1, 1)
-    plain, clipped = Waffle(SGD(lr), clip=0.0), Waffle(SGD(lr), clip=clip)
+    plain, clipped = WafflePaper(SGD(lr), clip=0.0), WafflePaper(SGD(lr), clip=clip)
     x, c, c_i = case.rest(case.weights)
     rest = torch.cat([x, c, c_i.flatten()])
     columns = []
@@ -454,11 +454,13 @@ def test_clipping_moves_no_fixed_point_of_waffle(seed: int) -> None:
     assert spectral_radius(torch.stack(columns, dim=1)) == pytest.approx(spectral_radius(matrix), abs=1e-6)
     start = (x + case.normal(case.size), c, c_i + case.normal(case.agents, case.size))
     corrected = (case.gradients(start[0]) + start[1] - start[2]).norm(dim=1)
-    nearly = Waffle(SGD(lr), clip=float(corrected.max()) * (1 + 1e-9))
+    nearly = WafflePaper(SGD(lr), clip=float(corrected.max()) * (1 + 1e-9))
     after, without = (flat(round_from(w, case.problem, start, steps, case.weights)[0]) for w in (nearly, plain))
     assert close(after, without)
     if seed % 4 == 0:  # from far away
-        assert close(trained(Waffle(SGD(0.4), clip=0.5), case.problem, 4, 80, weights=case.weights).x, x, atol=1e-4)
+        assert close(
+            trained(WafflePaper(SGD(0.4), clip=0.5), case.problem, 4, 80, weights=case.weights).x, x, atol=1e-4
+        )
     goal, one = case.problem.minimiser(equal_weights(case.problem)), [1] * case.agents
     limit = float(case.gradients(goal).norm(dim=1).min()) / 2
     moves = []
@@ -480,7 +482,7 @@ def _one_flat_agent(seed: int) -> Case:
 def _unstable_run(case: Case, clip: float, rounds: int) -> list[Any]:
     """Return the servers of a run with equal weights, where the first agent makes one step and the other sixteen."""
     weights = equal_weights(case.problem)
-    history = play(Waffle(SGD(0.6), clip=clip), case.problem.grad, case.zero, [1, 16], rounds, weights)
+    history = play(WafflePaper(SGD(0.6), clip=clip), case.problem.grad, case.zero, [1, 16], rounds, weights)
     return [server for server, *_ in history]
 
 
@@ -505,7 +507,7 @@ def test_clipping_shortens_the_recovery(seed: int) -> None:
     case = _one_flat_agent(seed)
     needed, alone = {}, one_hot(torch.tensor(0), 2)
     for clip in (0.0, 2.0):
-        waffle, unstable = Waffle(SGD(0.6), clip=clip), _unstable_run(case, clip, 80)
+        waffle, unstable = WafflePaper(SGD(0.6), clip=clip), _unstable_run(case, clip, 80)
         for rounds in (40, 80):
             server = unstable[rounds - 1]
             begin = state_at(waffle, server.x, server.c, server.c_i)

@@ -40,8 +40,8 @@ from waffle_fl.algorithms.contract import angular_distance
 from waffle_fl.algorithms.fedavg import FedAvg, Up
 from waffle_fl.algorithms.mixture import class_weights, value_weights
 from waffle_fl.algorithms.schedules import evaluate
-from waffle_fl.algorithms.waffle import Waffle, calc_weights
-from waffle_fl.algorithms.waffle_kin import Cut, Down, WaffleKin
+from waffle_fl.algorithms.waffle import Cut, Down, Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper, calc_weights
 
 READINGS = ("max", "range")
 
@@ -110,7 +110,7 @@ def test_the_first_distances_are_of_gradients(seed: int) -> None:
     case = random_case(seed)
     x, K, lr = case.normal(case.size), case.draw.randint(1, 12), case.draw.uniform(0.01, 1)
     g = case.gradients(x)
-    ((_, _, info),) = play(Waffle(SGD(lr), clip=0.0), case.problem.grad, x, [K] * case.agents, 1, of=100)
+    ((_, _, info),) = play(WafflePaper(SGD(lr), clip=0.0), case.problem.grad, x, [K] * case.agents, 1, of=100)
     bound = lr * K * lr * (K - 1) / 2 * (g.norm(dim=1) + g[0].norm())
     error = (info.distances - lr * K * (g - g[0]).norm(dim=1)).abs()
     assert (error[1:] <= bound[1:] + 1e-9).all()
@@ -127,7 +127,7 @@ def test_distances_among_equal_curvatures(seed: int) -> None:
     H, P = problem.curvatures[0], response(problem.curvatures[0], lr, K).to_gradient
     apart = (problem.optima[0] - problem.optima) @ H
     sharpest, shares = torch.linalg.eigh(H).eigenvectors[:, -1], []
-    waffle = Waffle(SGD(lr), clip=0.0, control="paper" if seed % 2 else "anchored")
+    waffle = WafflePaper(SGD(lr), clip=0.0, control="paper" if seed % 2 else "anchored")
     for r, (_, up, _) in enumerate(play(waffle, problem.grad, case.zero, [K] * case.agents, 8, weights)):
         differences = up.dy - up.dy[0]
         expected = lr * K * apart @ (P @ torch.linalg.matrix_power(case.eye - P, r)).T
@@ -151,7 +151,7 @@ def test_one_step_per_round_hides_the_optima(seed: int) -> None:
     curvatures, optima = case.problem.curvatures.clone(), case.problem.optima[:1].repeat(case.agents, 1)
     curvatures[1], optima[1] = curvatures[0], optima[1] + 9 * case.normal(case.size)
     problem, lr, x = Quadratics(curvatures, optima), case.draw.uniform(0.05, 0.9), [case.normal(case.size)]
-    history = play(Waffle(SGD(lr), clip=0.0), problem.grad, x[0], [1] * case.agents, 6, of=100)
+    history = play(WafflePaper(SGD(lr), clip=0.0), problem.grad, x[0], [1] * case.agents, 6, of=100)
     for r, (server, _, info) in enumerate(history):
         x.append(server.x)
         if r > 0:
@@ -177,7 +177,7 @@ def test_more_steps_look_like_another_task(seed: int) -> None:
     H = rotation @ torch.diag((1 - torch.tensor(left, dtype=torch.float64)) / lr) @ rotation.T
     start, optimum = case.normal(case.size), case.normal(case.size)
     problem = Quadratics(H.expand(3, -1, -1), torch.stack([optimum, optimum, start]))
-    ((_, up, info),) = play(Waffle(SGD(lr), clip=0.0), problem.grad, start, [K, 3 * K, K], 1, of=100)
+    ((_, up, info),) = play(WafflePaper(SGD(lr), clip=0.0), problem.grad, start, [K, 3 * K, K], 1, of=100)
     assert up.dy[2].norm() == 0
     assert (info.distances[1] > info.distances[2]) == misled
 
@@ -227,13 +227,13 @@ def test_control_variates_keep_the_heterogeneity(seed: int) -> None:
     """With fixed weights, lr L < 2 and equal numbers of steps the corrected updates and with them all distances tend to
     0, while |c_i − c_A| tends to |∇f_i − ∇f_A| at the limit: the heterogeneity itself."""
     case = random_case(seed, low=0.4)
-    steps, waffle = [4] * case.agents, Waffle(SGD(0.4), clip=0.0)
+    steps, waffle = [4] * case.agents, WafflePaper(SGD(0.4), clip=0.0)
     *_, (server, up, _) = play(waffle, case.problem.grad, case.zero, steps, 80, case.weights)
     g = case.gradients(case.problem.minimiser(case.weights))
     assert up.dy.norm() < 1e-4
     assert close((server.c_i - server.c_i[0]).norm(dim=1), (g - g[0]).norm(dim=1), atol=1e-4)
     assert (g - g[0]).norm(dim=1)[1:].min() > 1e-3
-    compares_gradients = Waffle(SGD(0.4), clip=0.0, compared="gradients")
+    compares_gradients = WafflePaper(SGD(0.4), clip=0.0, compared="gradients")
     for server, _, info in play(compares_gradients, case.problem.grad, case.zero, steps, 10):
         assert close(info.distances[1:], (server.c_i - server.c_i[0]).norm(dim=1)[1:])
 
@@ -275,7 +275,7 @@ def server_after(updates: Iterable[Tensor]) -> Any:
     """Return the server after rounds with these updates of a head, one row per agent."""
     rounds = list(updates)
     agents, size = rounds[0].shape
-    algorithm = WaffleKin(cut=Cut((size,), (True,)), yielding=0.0)
+    algorithm = Waffle(cut=Cut((size,), (True,)), yielding=0.0)
     server, _ = algorithm.init(Net(torch.zeros(size, dtype=torch.float64), rounds[0][0, :0]), agents)
     for r, dy in enumerate(rounds, 1):
         server, _ = algorithm.aggregate(server, Up(dy, dy[:, :0]), round_of(r, 100, agents))
@@ -367,7 +367,7 @@ def test_kinship_of_equal_losses_is_fedavg(seed: int) -> None:
     case = random_case(seed, sizes=(2, 5))
     problem, steps = same_optimum(same_curvature(case.problem)), [case.draw.randint(1, 5)] * case.agents
     cut, sgd = Cut((1, case.size - 1), (False, True)), SGD(case.draw.uniform(0.05, 1.9))
-    kin = play(WaffleKin(sgd, clip=0.0, cut=cut), problem.grad, case.zero, steps, 12)
+    kin = play(Waffle(sgd, clip=0.0, cut=cut), problem.grad, case.zero, steps, 12)
     fedavg = play(FedAvg(sgd), problem.grad, case.zero, steps, 12)
     for (server, _, info), (average, _, _) in zip(kin, fedavg, strict=True):
         assert close(server.x, average.x)
@@ -386,7 +386,7 @@ def test_alice_withdraws_exponentially(seed: int) -> None:
     optima = -direction * (1 + case.normal(case.agents, 1).abs()) + 0.2 * case.normal(case.agents, case.size)
     optima[0] = direction
     problem, lr, K = case.problem._replace(optima=optima), case.draw.uniform(0.05, 0.3), case.draw.randint(1, 3)
-    kin = WaffleKin(SGD(lr), clip=0.0, cut=Cut((case.size,), (False,)))
+    kin = Waffle(SGD(lr), clip=0.0, cut=Cut((case.size,), (False,)))
     rho, before, least, z, largest = float(torch.linalg.matrix_norm(case.powers(lr, K)[0], 2)), case.zero, 1.0, 0.0, 0.0
     history = play(kin, problem.grad, case.zero, [K] * case.agents, 25)
     for r, (server, up, info) in enumerate(history, 1):
@@ -436,7 +436,7 @@ def test_layers_are_personalised_separately(seed: int) -> None:
         for i in range(case.agents):  # in the head a multiple of the identity, so that cosines are constant
             curvatures[i, body:, body:] = case.draw.uniform(0.3, 0.9) / lr * torch.eye(head, dtype=torch.float64)
         problem = Quadratics(curvatures, optima)
-        *_, (server, _, _) = play(WaffleKin(SGD(lr), clip=0.0, cut=cut), problem.grad, x0, [3] * case.agents, 20)
+        *_, (server, _, _) = play(Waffle(SGD(lr), clip=0.0, cut=cut), problem.grad, x0, [3] * case.agents, 20)
         assert close(server.share[1:], torch.stack([ones, 0 * ones], dim=1))
         alone = torch.linalg.matrix_power(torch.eye(head) - lr * curvatures[0, body:, body:], 60)
         assert close(server.x[body:] - optima[0, body:], alone @ (x0 - optima[0])[body:])
@@ -445,7 +445,7 @@ def test_layers_are_personalised_separately(seed: int) -> None:
     for ratio, shared in ((5.8, True), (6.0, False), (case.draw.uniform(20, 200), False)):
         problem = _rotated(body, ratio)
         start = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-        kin = WaffleKin(SGD(0.5), clip=0.0, cut=Cut((body,), (False,)))
+        kin = Waffle(SGD(0.5), clip=0.0, cut=Cut((body,), (False,)))
         *_, (server, _, _) = play(kin, problem.grad, start, [1, 1], 12)
         assert (server.share[1, 0] > 1 - 1e-9) == shared
         assert server.share[1, 0] < 0.5 or ratio < 20
@@ -465,7 +465,7 @@ def test_shared_layer_reduces_noise(seed: int) -> None:
     variance = {}
     for agents in (1, N):
         start = (problem.optima[0] + 50).repeat(copies)
-        algorithm = WaffleKin(SGD(lr), clip=0.0, cut=Cut((copies * case.size,), (False,)))
+        algorithm = Waffle(SGD(lr), clip=0.0, cut=Cut((copies * case.size,), (False,)))
         gradient = _noisy(problem, roots, noise[:, :agents])
         ((server, _, info),) = play(algorithm, gradient, start, [K] * agents, 1)
         assert close(info.weights, torch.full((agents,), 1 / agents, dtype=torch.float64))
@@ -485,7 +485,7 @@ def test_averaging_reduces_noise(seed: int) -> None:
     after r rounds 1/(a (2 − a) r) of that noise's covariance, a the share of the rounds that she averages over, up to
     terms in 1/r²."""
     averaging, rounds = random_case(seed).draw.uniform(0.1, 1), 400
-    algorithm = WaffleKin(averaging=averaging, cut=Cut((rounds + 1,), (False,)))
+    algorithm = Waffle(averaging=averaging, cut=Cut((rounds + 1,), (False,)))
     models = torch.eye(rounds + 1, dtype=torch.float64)  # so that the mean's numbers are the weights of the models
     _, agents = algorithm.init(Net(models[0], models[0, :0]), 1)
     error = {}
@@ -512,13 +512,13 @@ def test_own_share_moves_alice_to_her_optimum(seed: int) -> None:
     steps, optimum = [K] * case.agents, case.problem.optima[0]
     rest = stationary(case.eye - case.powers(lr, K), case.problem.optima)
     options: Any = {"clip": 0.0, "own": own, "averaging": averaging, "cut": Cut((case.size,), (False,))}
-    algorithm = WaffleKin(SGD(lr), yielding=0.0, **options)
+    algorithm = Waffle(SGD(lr), yielding=0.0, **options)
     *_, (server, _, _) = play(algorithm, case.problem.grad, rest, steps, rounds)
     agents = SimpleNamespace(y=server.y, mean=server.mean, mean_stats=server.mean_stats, rounds=server.rounds)
     assert close(server.x, rest)
     factor = case.eye - own * (1 - 1 / (averaging * rounds)) * (case.eye - case.powers(lr, K)[0])
     assert close(algorithm.personal(server, agents, case.agents).params[0] - optimum, factor @ (rest - optimum))
-    ((server, _, _),) = play(WaffleKin(SGD(lr), **options), case.problem.grad, rest, steps, 1)
+    ((server, _, _),) = play(Waffle(SGD(lr), **options), case.problem.grad, rest, steps, 1)
     assert server.share[1, 0].item() == pytest.approx(math.exp(-0.3))
     assert (server.x - rest).norm() > 1e-9
 

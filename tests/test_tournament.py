@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = """
 schema = 1
 kind = "tournament"
-methods = ["local", "fedavg", "waffle"]
+methods = ["local", "fedavg", "waffle-paper"]
 seeds = [1, 2]
 partitions = [1]
 tuning = { partitions = [101], seeds = [1], alices = 2 }
@@ -52,7 +52,7 @@ columns = [{ split = "A" }, { split = "A", shift = "drift(sudden, 0.5, k=4)" }]
 
 [[claims]]
 claim = "WAFFLE is above Local"
-method = "waffle"
+method = "waffle-paper"
 above = "local"
 """
 CPU = Runtime(device="cpu", workers=1)
@@ -130,7 +130,7 @@ def test_scores_are_those_of_a_plain_run(finished: Path, tmp_path: Path) -> None
     """Selected, last and best round of a task agree with a run in its own folder."""
     tournament = load_tournament(finished / "experiments" / "tiny.toml")
     column = tournament.data["digits"].columns[0]
-    for method in ("local", "fedavg", "waffle"):
+    for method in ("local", "fedavg", "waffle-paper"):
         config = tournament.config(method, column, TuningTrial(0.2, *_only(tournament.grid[method])), 1, 2)
         ((_, names, scores),) = train([config], CPU, "accuracy")
         alone = replace(config, settings=replace(config.settings, alice="1"))
@@ -268,9 +268,9 @@ def test_the_command_checks_the_records(finished: Path) -> None:
         ("seeds = [1], alices", "seed = [1], alices", "tuning: expected partitions, seeds"),
         ("lr = [0.02, 0.2]", 'lr = [0.02, 0.2]\nwithout = ["wafle"]', "'wafle' in .grid. or without"),
         ("[grid]", "[grid]\nwafle = { clip = [1.0] }", "'wafle' in .grid. or without"),
-        ('method = "waffle"\nabove', 'method = "wafle"\nabove', "a claim is about 'wafle'"),
+        ('method = "waffle-paper"\nabove', 'method = "wafle"\nabove', "a claim is about 'wafle'"),
         ("clip = 5.0", "clp = 5.0", "unknown option 'clp'"),
-        ("[grid]", '[variants.soft]\nmethod = "waffle"\nclp = 0.0\n[grid]', "unknown option 'clp'"),
+        ("[grid]", '[variants.soft]\nmethod = "waffle-paper"\nclp = 0.0\n[grid]', "unknown option 'clp'"),
         ("[grid]", '[variants.soft]\nmethod = "wafle"\n[grid]', "unknown method 'wafle'"),
         ("[grid]", "[variants.soft]\nclip = 0.0\n[grid]", "expected a new name and method"),
         ('above = "local"', "", "either above or gap"),
@@ -301,14 +301,17 @@ def test_a_failed_job_is_counted(tmp_path: Path) -> None:
 def test_a_variant_fixes_options_and_settings_of_its_method(tmp_path: Path) -> None:
     """A variant has the trials of its method, its own options, and the shared ones that it does not fix."""
     file = tmp_path / "variants.toml"
-    file.write_text(TEXT.replace("[grid]", '[variants.free]\nmethod = "waffle"\nclip = 0.0\nmomentum = 0.9\n[grid]'))
+    file.write_text(
+        TEXT.replace("[grid]", '[variants.free]\nmethod = "waffle-paper"\nclip = 0.0\nmomentum = 0.9\n[grid]')
+    )
     found = load_tournament(file)
     assert found.methods[-1] == "free"
     tasks = found.data["digits"]
-    assert found.trials("free", tasks) == found.trials("waffle", tasks)
+    assert found.trials("free", tasks) == found.trials("waffle-paper", tasks)
     config = found.config("free", tasks.columns[0], found.trials("free", tasks)[0], 1, 1)
-    assert (config.method, config.options["clip"], config.settings.momentum) == ("waffle", 0.0, 0.9)
-    assert found.config("waffle", tasks.columns[0], found.trials("waffle", tasks)[0], 1, 1).options["clip"] == 5.0
+    assert (config.method, config.options["clip"], config.settings.momentum) == ("waffle-paper", 0.0, 0.9)
+    whole = found.config("waffle-paper", tasks.columns[0], found.trials("waffle-paper", tasks)[0], 1, 1)
+    assert whole.options["clip"] == 5.0
 
 
 def scores(**methods: list[float]) -> Scores:
@@ -320,7 +323,7 @@ def test_standings_by_hand() -> None:
     """Gap, worst tenth, share above Local and rank of two methods on four tasks, worked out by hand."""
     found = standings(scores(local=[50.0, 60.0, 70.0, 80.0], waffle=[52.0, 58.0, 75.0, 85.0]))
     first, second = found
-    assert (first.method, first.gap, first.rank) == ("waffle", 0.0, 1.0)
+    assert (first.method, first.gap, first.rank) == ("waffle-paper", 0.0, 1.0)
     assert second.gap == pytest.approx(67.5 - 65.0)
     assert first.gains == 0.75
     assert second.worst == pytest.approx(52.0 - 50.0)
@@ -332,14 +335,14 @@ def test_a_diverged_run_counts_as_the_worst_of_its_task() -> None:
     """None is replaced by the lowest score that any method has on the task."""
     lines = [
         {"stage": "table", "column": "A", "partition": 1, "alices": ["a"], "method": m, "selected": v}
-        for m, v in (("local", [[40.0], [60.0]]), ("waffle", [[None], [80.0]]))
+        for m, v in (("local", [[40.0], [60.0]]), ("waffle-paper", [[None], [80.0]]))
     ]
-    assert scores_of({"d": lines}).columns["d", "A"]["waffle"] == {(1, "a"): 60.0}
+    assert scores_of({"d": lines}).columns["d", "A"]["waffle-paper"] == {(1, "a"): 60.0}
 
 
 def test_a_difference_is_tested_over_columns() -> None:
     """The mean difference is over tasks; one column gives no test."""
-    found = compare(scores(local=[50.0, 60.0], waffle=[51.0, 63.0]), "waffle", "local")
+    found = compare(scores(local=[50.0, 60.0], waffle=[51.0, 63.0]), "waffle-paper", "local")
     assert found.difference == 2.0
     assert found.tasks == 2
     assert found.p != found.p
@@ -355,7 +358,7 @@ def test_costs_of_methods() -> None:
     """Messages and gradients per step: FedAvg one model each way, Ditto two gradients, WAFFLE two models down."""
     assert cost_of("fedavg") == (1.0, 1.0, 1.0)
     assert cost_of("ditto") == (1.0, 1.0, 2.0)
-    assert cost_of("waffle") == (2.0, 1.0, 1.0)
+    assert cost_of("waffle-paper") == (2.0, 1.0, 1.0)
     assert cost_of("local")[:2] == (0.0, 0.0)
 
 

@@ -122,7 +122,7 @@ def test_wrong_traces_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(model.grad(params, stats, batch).params, model._grad(params, stats, *batch).params)
 
 
-@pytest.mark.parametrize("method", ["waffle", "apfl", "pfedme", "fedala"])
+@pytest.mark.parametrize("method", ["waffle-paper", "apfl", "pfedme", "fedala"])
 def test_runs_end_in_the_same_bits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def last(workers: int) -> list[Outcome]:
         specs = [RunSpec(ALGORITHMS[method](sgd=SGD(0.1)), make_federation(), seed) for seed in (1, 2)]  # type: ignore[call-arg]

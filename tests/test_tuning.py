@@ -31,7 +31,7 @@ SMALL = (
 )
 
 
-def tune(out: Path, *flags: str, method: str = "waffle") -> Shown:
+def tune(out: Path, *flags: str, method: str = "waffle-paper") -> Shown:
     return waffle("tune", method, *SMALL, "--out", out, *flags)
 
 
@@ -77,17 +77,17 @@ def test_every_sample_is_a_valid_config(method: str, fractions: list[float]) -> 
 def test_a_schedule_is_sampled_with_its_parameters() -> None:
     """sigmoid(slope, shift) becomes text with both numbers, the shift in rounds, and psi equals omega."""
     config = draw_config(
-        space_of("waffle"), RunConfig(method="waffle", settings=Settings()), FixedSampler([0, 0, 1, 0, 0])
+        space_of("waffle-paper"), RunConfig(method="waffle-paper", settings=Settings()), FixedSampler([0, 0, 1, 0, 0])
     )
     assert config.options["omega"] == config.options["psi"] == "sigmoid(1, 30)"
 
 
 def test_server_side_options_share_one_training() -> None:
     """In WAFFLE's space only clip and lr change the training; samples with equal values share a stack."""
-    assert training_names(space_of("waffle"), "waffle") == {"clip", "lr"}
-    base = RunConfig(method="waffle", settings=Settings())
+    assert training_names(space_of("waffle-paper"), "waffle-paper") == {"clip", "lr"}
+    base = RunConfig(method="waffle-paper", settings=Settings())
     a, b = (
-        draw_config(space_of("waffle", only=("omega", "psi")), base, FixedSampler([first, 0.5, 0.5])).algorithm()
+        draw_config(space_of("waffle-paper", only=("omega", "psi")), base, FixedSampler([first, 0.5, 0.5])).algorithm()
         for first in (0, 1)
     )
     assert a != b
@@ -97,14 +97,14 @@ def test_server_side_options_share_one_training() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[ditto]\nlam = [1.0]", "expected a table [waffle]"),
-        ("[waffle]\nslop = [1.0]", "unknown 'slop'"),
-        ("[waffle]\nclip = []", "clip has no choices"),
-        ("[waffle]\nlr = { low = 2, high = 1 }", "low < high"),
-        ("[waffle]\nlr = { low = 0, high = 1, log = true }", "above 0"),
-        ("[waffle]\nlr = { low = 0.1, high = 1, lok = true }", "unknown key 'lok'"),
-        ('[waffle]\nomega = ["sigmoid(slope)"]', "slope is used in a string but has no range"),
-        ("[waffle]\nclip = 1.0", "nothing is left to search"),
+        ("[ditto]\nlam = [1.0]", "expected a table [waffle-paper]"),
+        ("[waffle-paper]\nslop = [1.0]", "unknown 'slop'"),
+        ("[waffle-paper]\nclip = []", "clip has no choices"),
+        ("[waffle-paper]\nlr = { low = 2, high = 1 }", "low < high"),
+        ("[waffle-paper]\nlr = { low = 0, high = 1, log = true }", "above 0"),
+        ("[waffle-paper]\nlr = { low = 0.1, high = 1, lok = true }", "unknown key 'lok'"),
+        ('[waffle-paper]\nomega = ["sigmoid(slope)"]', "slope is used in a string but has no range"),
+        ("[waffle-paper]\nclip = 1.0", "nothing is left to search"),
         ("[waffle", "not valid TOML"),
     ],
 )
@@ -112,13 +112,13 @@ def test_a_wrong_space_is_one_line(tmp_path: Path, text: str, expected: str) -> 
     """A mistake in a search space file is refused in one line."""
     file = tmp_path / "space.toml"
     file.write_text(text)
-    assert expected in refusal(space_of, "waffle", str(file))
+    assert expected in refusal(space_of, "waffle-paper", str(file))
 
 
 @pytest.mark.parametrize("text", ["batch_size = { low = 2, high = 9 }", 'omega = ["sigmoyd(3)"]', "clip = [-1.0, 1.0]"])
 def test_an_invalid_value_is_refused_before_training(tmp_path: Path, text: str) -> None:
     """A choice or bound that is not valid for a run is refused before training."""
-    (tmp_path / "space.toml").write_text(f"[waffle]\n{text}")
+    (tmp_path / "space.toml").write_text(f"[waffle-paper]\n{text}")
     shown = tune(tmp_path / "out", "--space", str(tmp_path / "space.toml"))
     assert shown.code == 2
     assert shown.err.count("\n") == 1
@@ -312,7 +312,9 @@ def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_best_trial_as_a_command() -> None:
     """The printed `waffle run` command has the values that are not the default, and no others."""
-    config = check_run("waffle", {"split": "A*", "lr": 0.05, "augment": True}, {"omega": "step(0.2)", "clip": 2.0})
+    config = check_run(
+        "waffle-paper", {"split": "A*", "lr": 0.05, "augment": True}, {"omega": "step(0.2)", "clip": 2.0}
+    )
     assert command(config) == "waffle run waffle --split 'A*' --lr 0.05 --augment --omega 'step(0.2)'"
 
 

@@ -14,7 +14,7 @@ from conftest import make_federation, make_model, outcomes_of
 from waffle_fl.algorithms import SGD
 from waffle_fl.algorithms.fedavg import FedAvg
 from waffle_fl.algorithms.scaffold import Up
-from waffle_fl.algorithms.waffle import Waffle
+from waffle_fl.algorithms.waffle_paper import WafflePaper
 from waffle_fl.algorithms.weight_erosion import WeightErosion
 from waffle_fl.engines.run_spec import Outcome, RunSpec
 from waffle_fl.guard import CLIPPED, NOT_FINITE, OK, OPPOSED, TOO_LONG, TOO_SHORT, screen
@@ -41,7 +41,7 @@ def sealed(tensors: dict[str, torch.Tensor], **changes: str) -> bytes:
 
 
 def run(tamper: Any = None, transport: Any = None, algorithm: Any = None, **options: Any) -> list[Outcome]:
-    spec = RunSpec(algorithm or Waffle(SGD(0.1)), make_federation(), 3, tamper=tamper, transport=transport)
+    spec = RunSpec(algorithm or WafflePaper(SGD(0.1)), make_federation(), 3, tamper=tamper, transport=transport)
     return outcomes_of(spec, make_model(torch.float32), rounds=5, **options)
 
 
@@ -250,7 +250,7 @@ def test_w11_dc_is_ignored() -> None:
     assert box.updates(Up)[0]._fields == ("dy", "stats")
 
 
-@pytest.mark.parametrize("algorithm", [Waffle(SGD(0.1)), WeightErosion(SGD(0.1)), FedAvg(SGD(0.1))])
+@pytest.mark.parametrize("algorithm", [WafflePaper(SGD(0.1)), WeightErosion(SGD(0.1)), FedAvg(SGD(0.1))])
 def test_w12_all_others_are_rejected(algorithm: Any) -> None:
     """W12: with all other updates rejected the round is Alice's local step."""
 
@@ -272,7 +272,7 @@ def test_w13_weights_always_sum_to_one() -> None:
         tampered[ALICE] = up.dy[ALICE]
         return up._replace(dy=tampered)
 
-    for method in (Waffle(SGD(0.1)), WeightErosion(SGD(0.1), p_d=5.0), FedAvg(SGD(0.1))):
+    for method in (WafflePaper(SGD(0.1)), WeightErosion(SGD(0.1), p_d=5.0), FedAvg(SGD(0.1))):
         for outcome in run(tamper, algorithm=method):
             weights = torch.tensor(outcome.measured["weights"])
             assert (weights >= 0).all()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from conftest import refusal
-from waffle_fl import SGD, Federation, FlatModel, RunSpec, Waffle, simulate
+from waffle_fl import SGD, Federation, FlatModel, RunSpec, WafflePaper, simulate
 from waffle_fl.models import builder, squared_error
 from waffle_fl.user_data import preprocessing
 from waffle_fl.user_data.preprocessing import Moments, Preprocessing, aim_of, fit, moments
@@ -416,7 +416,7 @@ def test_regression_error_is_in_the_unit_of_the_target(tmp_path: Path) -> None:
     assert (found.task, found.class_names, found.outputs) == ("regression", (), 1)
     assert found.label_counts().shape == (2, 0)
     model = FlatModel(builder("auto", "d", found.shape, found.outputs), loss=squared_error)
-    *_, (last,) = simulate([RunSpec(Waffle(sgd=SGD(0.05)), found, 1)], model, rounds=60, batch_size=8)
+    *_, (last,) = simulate([RunSpec(WafflePaper(sgd=SGD(0.05)), found, 1)], model, rounds=60, batch_size=8)
     assert last.measured["rmse"] == pytest.approx(found.unit * last.measured["loss"] ** 0.5)
     assert last.measured["rmse"] < 6000 < found.unit
     assert "accuracy" not in last.measured
@@ -532,7 +532,7 @@ def test_the_shape_selects_the_model(shape: tuple[int, ...], kind: str) -> None:
     found = Federation.from_arrays(agents)
     model = FlatModel(builder("auto", "folder", found.shape, found.outputs))
     assert kind in {type(m).__name__ for m in model.module().modules()}
-    *_, (last,) = simulate([RunSpec(Waffle(), found, 1)], model, rounds=2, batch_size=4)
+    *_, (last,) = simulate([RunSpec(WafflePaper(), found, 1)], model, rounds=2, batch_size=4)
     assert last.measured["loss"] > 0
 
 

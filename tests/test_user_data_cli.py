@@ -46,9 +46,8 @@ def waffle(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 def test_a_run_on_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     """The run is named after the folder and Alice, and holds her preprocessing and the names of the agents."""
-    code, out, _ = waffle(
-        capsys, "run", "waffle", "--data", "clinics", "--target", "ill", "--alice", "south", "--rounds", "4", "--quiet"
-    )
+    flags = ("--data", "clinics", "--target", "ill", "--alice", "south", "--rounds", "4", "--quiet")
+    code, out, _ = waffle(capsys, "run", "waffle-paper", *flags)
     assert code == 0
     assert "clinics for south" in out
     run = Path("runs/clinics-waffle-1-south")
@@ -62,7 +61,7 @@ def test_a_run_on_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "south" in out
 
 
-@pytest.mark.parametrize("method", ["waffle", "local", "apfl"])
+@pytest.mark.parametrize("method", ["waffle-paper", "local", "apfl"])
 def test_a_regression_is_recorded_by_its_error(capsys: pytest.CaptureFixture[str], method: str) -> None:
     """Rounds, result, metrics and predictions are in the target's unit, and the report shows errors."""
     arguments = ("--data", "flats", "--target", "price", "--rounds", "4", "--validation", "0.2", "--alice", "north")
@@ -172,7 +171,7 @@ def test_non_ascii_names_have_separate_folders(capsys: pytest.CaptureFixture[str
     alices = [json.loads(path.read_text())["settings"]["alice"] for path in found.glob("*/config.json")]
     assert sorted(alices) == ["north", "上海", "北京"]
     labels = {alice: Settings(data="clinics", alice=alice) for alice in ("north wing", "北京", "上海")}
-    north, *others = (RunConfig(method="waffle", settings=settings).label for settings in labels.values())
+    north, *others = (RunConfig(method="waffle-paper", settings=settings).label for settings in labels.values())
     assert north == "clinics-waffle-1-north-wing"
     assert len({check_name(label) for label in others}) == 2
 

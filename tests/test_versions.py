@@ -17,7 +17,7 @@ from waffle_fl.versions import RESULTS_VERSION
 
 KNOWN = json.loads(fingerprints.KEPT.read_text())
 EDITED = (
-    "algorithms/waffle.py",
+    "algorithms/waffle_paper.py",
     "algorithms/contract.py",
     "models/flat.py",
     "batches.py",
@@ -62,7 +62,7 @@ from waffle_fl.experiment import Runtime, execute
 
 def run(until=None):
     settings = {"data": "digits", "agents": 3, "samples_per_agent": 40, "rounds": 3}
-    [result] = execute([(check_run("waffle", settings, {}), Path("run"))], Runtime(device="cpu"), until=until)
+    [result] = execute([(check_run("waffle-paper", settings, {}), Path("run"))], Runtime(device="cpu"), until=until)
     print(json.dumps({**result, "software": software()}))
 
 """

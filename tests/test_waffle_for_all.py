@@ -11,7 +11,6 @@ import torch
 from conftest import make_federation, outcomes_of, refusal, shared_model
 from waffle_fl import SGD, Local, RunSpec
 from waffle_fl.algorithms import Round
-from waffle_fl.algorithms.waffle import weigh_distances
 from waffle_fl.algorithms.waffle_for_all import (
     Mixture,
     WaffleForAll,
@@ -23,6 +22,7 @@ from waffle_fl.algorithms.waffle_for_all import (
     sketched,
     weigh,
 )
+from waffle_fl.algorithms.waffle_paper import weigh_distances
 from waffle_fl.engines.run_spec import all_nets
 
 SIZES = (12, 9, 17, 7, 5, 8, 11)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conftest import BATCH, make_federation, shared_model
-from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, Waffle, simulate
+from waffle_fl import SGD, FedAvg, Federation, FlatModel, RunSpec, WafflePaper, simulate
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.engines import row_training, workers
 from waffle_fl.engines.run_spec import Outcome
@@ -82,7 +82,7 @@ def test_workers_change_no_bit(method: str, stacked: bool, worker_processes: lis
 
 def test_chunks_of_workers_change_no_bit(worker_processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of rows that a worker trains at once changes no bit."""
-    specs, model = specs_of("waffle", 1), shared_model(torch.float32)
+    specs, model = specs_of("waffle-paper", 1), shared_model(torch.float32)
     alone = run(specs, model, 1)
     monkeypatch.setattr(row_training, "CHUNK_BYTES", {"cpu": 2 * 16 * 57 * 4})
     assert run(specs, model, 2) == alone
@@ -213,7 +213,7 @@ def test_replayed_updates_are_not_overwritten(worker_processes: list[int]) -> No
             kept.append(up)
             return kept[max(0, r - 3)]
 
-        spec = RunSpec(Waffle(SGD(0.1)), make_federation(), 1, tamper=replay)
+        spec = RunSpec(WafflePaper(SGD(0.1)), make_federation(), 1, tamper=replay)
         states.append(run([spec], shared_model(torch.float32), cores, rounds=7))
     assert states[0] == states[1]
     assert worker_processes

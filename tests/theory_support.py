@@ -20,7 +20,7 @@ from torch import Tensor
 
 from waffle_fl.algorithms import Net, Round
 from waffle_fl.algorithms.scaffold import Agents
-from waffle_fl.algorithms.waffle import calc_weights
+from waffle_fl.algorithms.waffle_paper import calc_weights
 
 PAGES = [Path(__file__).parent.parent / "docs" / name for name in ("theory.md", "theory-weights.md")]
 STATEMENT = re.compile(

@@ -32,7 +32,7 @@ def check(python: str, wheel: Path) -> str:
         except subprocess.CalledProcessError as error:
             return f"skipped: torch cannot be installed ({error.stderr.strip().splitlines()[-1]})"
         _run([*pip, str(wheel)], elsewhere)
-        waffle = str(environment / "bin" / "waffle")
+        waffle = str(environment / "bin" / "waffle-paper")
         _run([waffle, "demo", "--quiet", "--out", "demo"], elsewhere)
         if not (elsewhere / "demo" / "report" / "index.html").is_file():
             raise subprocess.CalledProcessError(1, "waffle demo", stderr="waffle demo wrote no demo/report/index.html")

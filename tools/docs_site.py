@@ -56,7 +56,7 @@ Generated from the dataclass `Settings`. Each setting is a flag of `waffle run` 
 ```toml
 # experiment.toml
 schema = 1
-methods = ["local", "waffle"]
+methods = ["local", "waffle-paper"]
 seeds = [1, 2, 3]
 data = "digits"
 rounds = 20
@@ -77,7 +77,7 @@ API_INTRODUCTION = """\
 # Python API
 
 ```python
-from waffle_fl import FlatModel, RunSpec, Waffle, build, load, simulate, split
+from waffle_fl import FlatModel, RunSpec, WafflePaper, build, load, simulate, split
 ```
 """
 HELP_WIDTH = 100
@@ -147,7 +147,7 @@ def _relative(target: str, here: str) -> str:
 def cli_page() -> str:
     """Return the help of every command."""
     plain = [name for name in menu.COMMANDS if name not in ("run", "tune", "deploy")]
-    commands = [["run"], ["run", "waffle"], ["tune", "waffle"], *([name] for name in plain), ["deploy"]]
+    commands = [["run"], ["run", "waffle-paper"], ["tune", "waffle-paper"], *([name] for name in plain), ["deploy"]]
     commands += [["deploy", name] for name in DEPLOY_COMMANDS]
     parts = [f"## waffle {' '.join(command)}\n\n{_block(_help(command))}" for command in commands]
     return "\n".join([CLI_INTRODUCTION, _block(menu.usage().replace(str(Path.home()), "~")), *parts])

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from waffle_fl.algorithms.pfedme import PFedMe as PFedMe
     from waffle_fl.algorithms.scaffold import Scaffold as Scaffold
     from waffle_fl.algorithms.waffle import Waffle as Waffle
-    from waffle_fl.algorithms.waffle_kin import WaffleKin as WaffleKin
+    from waffle_fl.algorithms.waffle_paper import WafflePaper as WafflePaper
     from waffle_fl.algorithms.weight_erosion import WeightErosion as WeightErosion
     from waffle_fl.data import Dataset as Dataset
     from waffle_fl.data import load as load

@@ -13,8 +13,8 @@ from torch.nn.utils import parameters_to_vector
 
 from reference.collaboration import apple, cfl, fedala, fedamp, fedfomo, ifca, knn_per
 from reference.features import feddbe, fedpac
-from reference.kin import waffle_kin
-from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle, weight_erosion
+from reference.kin import waffle
+from reference.paper import apfl, ditto, fedavg, local, scaffold, waffle_paper, weight_erosion
 from reference.partners import cobo, fedcollab, pfedgraph
 from reference.personal import fedavg_ft, fedbn, fedper, fedprox, fedrep, mr_mtl, per_fedavg, pfedme
 from reference.problem import Batches, Problem, Trace
@@ -24,8 +24,8 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "fedavg": fedavg,
     "scaffold": scaffold,
     "weight-erosion": weight_erosion,
+    "waffle-paper": waffle_paper,
     "waffle": waffle,
-    "waffle-kin": waffle_kin,
     "apfl": apfl,
     "ditto": ditto,
     "mr-mtl": mr_mtl,

@@ -1,4 +1,4 @@
-"""Reference for waffle-kin, in plain loops, written from docs/algorithms/waffle-kin.md."""
+"""Reference for waffle, in plain loops, written from docs/algorithms/waffle.md."""
 
 import math
 
@@ -18,7 +18,7 @@ def pace(averaging: float, rounds: int) -> float:
     return 1 / (averaging * rounds) if averaging * rounds > 1 else 1.0
 
 
-def waffle_kin(
+def waffle(
     problem: Problem,
     *,
     clip: float = 5.0,

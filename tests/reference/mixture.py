@@ -1,4 +1,4 @@
-"""Reference for the mixture of predictions of waffle-kin, in plain loops, from docs/algorithms/waffle-kin.md."""
+"""Reference for the mixture of predictions of waffle, in plain loops, from docs/algorithms/waffle.md."""
 
 import math
 

@@ -42,7 +42,7 @@ def scaffold(
     return controlled(problem, clip, correction, eta_g, "paper", lambda r, _dy, _c_i: shares(problem, r, weighting))
 
 
-def waffle(
+def waffle_paper(
     problem: Problem,
     *,
     clip: float = 2.0,

@@ -120,6 +120,15 @@ class MixesPredictions(Protocol):
 
 
 @runtime_checkable
+class ValidationDependent(Protocol):
+    """Predicts in another way if Alice has validation samples."""
+
+    def for_validation(self, has_samples: bool) -> Algorithm:
+        """Return the algorithm with its way to predict set, given whether Alice has samples to choose by."""
+        ...
+
+
+@runtime_checkable
 class ModelDependent(Protocol):
     """Treats layers of the model differently."""
 
@@ -215,6 +224,7 @@ HOOKS = {
     "mixes_outputs": MixesOutputs,
     "mixes_predictions": MixesPredictions,
     "for_model": ModelDependent,
+    "for_validation": ValidationDependent,
     "check_agents": ChecksAgents,
     "asks_all": AsksAll,
     "expect": ExpectsCohort,

@@ -1,25 +1,24 @@
-"""WAFFLE (Beaussart et al. 2021): SCAFFOLD with each agent weighted by how close its update is to Alice's.
+"""WAFFLE by kinship: the updates decide, layer by layer, with which agents Alice shares; no schedule is needed.
 
-`# A1.n` and `# A2.n` cite line n of the paper's Algorithms 1 and 2. Agents run SCAFFOLD unchanged; this file contains
-what WAFFLE changes at the server, printed in red in the paper.
+Three ideas of the paper's WAFFLE (`waffle_paper.py`) are kept: the model is trained for Alice, the other agents are
+weighted by how their updates compare with hers, and training moves from global to personal. What differs: each layer
+has its own weights, an agent continues with its own version of a layer that Alice does not share with it, and agents
+run FedAvg, because its updates are not corrected towards each other (docs/theory-weights.md, 27). Where Alice has
+validation samples, her model is one of four parts of her prediction (`mixture.py`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from waffle_fl.algorithms import adaptive_degree, scaffold
+from waffle_fl.algorithms import fedavg
 from waffle_fl.algorithms.contract import (
-    CLIP,
-    LR,
-    NEARLY_EQUAL,
     SGD,
     TINY,
     About,
@@ -31,217 +30,257 @@ from waffle_fl.algorithms.contract import (
     Seen,
     Vector,
     Weights,
-    angular_distance,
     broadcast_to,
-    lengths,
+    cosines,
     normalised,
     one_hot,
     row_of,
-    shifted,
-    sums_of,
-    unless_absent,
+    weighted_sum,
 )
-from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
-from waffle_fl.algorithms.schedules import ADAPTIVE, DEGREE, Schedule, evaluate
-from waffle_fl.constraints import above, at_least, between, check_fields, parameter
+from waffle_fl.algorithms.fedavg import Local, Up
+from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
+from waffle_fl.errors import WaffleError
+from waffle_fl.models.layers import Layers
 
-Degree: TypeAlias = float | Tensor  # of personalisation: from a schedule, or measured
-LOCAL_FROM = 95  # percent of the rounds, A1.7
-NO_PART = -1.0  # in place of the weight of an agent that was not asked to take part in a round
-SEARCH = {
-    "omega": ["sigmoid(slope, shift)", "exponential(rate)", "step(at)", "constant(level)", "adaptive"],
-    "psi": "omega",
-    "slope": {"low": 1.0, "high": 12.0},
-    "shift": {"low": -0.3, "high": 0.3, "of": "rounds"},
-    "rate": {"low": 1.0, "high": 12.0},
-    "at": {"low": 0.05, "high": 0.9},
-    "level": {"low": 0.1, "high": 1.0},
-    "clip": CLIP,
-    "lr": LR,
-}
+NOT_SHARED, FULLY_SHARED = 0.45, 0.6  # kinship up to which a head is not shared, and from which it is fully shared
 
 
 class Server(NamedTuple):
-    x: Vector
+    x: Vector  # the model from which Alice starts a round
     stats: Vector
-    c: Vector
-    c_i: Rows
-    past: Rows  # (2, N): the raw weights alpha of the rounds r-2 and r-1; NO_PART if the agent took no part
-    squares: Tensor  # this and the following fields: adaptive_degree.GradientStatistics
-    cubes: Tensor
-    strife: Tensor
-    degree: Tensor
+    y: Rows  # this and `mean`, `mean_stats` and `rounds`: a copy of `Agents`, to restore an agent that lost its state
+    share: Tensor  # (N, L): share of Alice's layer in an agent's start model, and the agent's raw weight in that layer
+    evidence: Tensor  # (N, L): sum of l s^4 over the rounds so far, s the cosine with Alice's update, l its length
+    agreement: Tensor  # (N, L): sum of l s^5
+    strife: Tensor  # (L,): accumulated disagreement of the others with Alice
+    mean: Rows
+    mean_stats: Rows
+    rounds: Tensor
+
+
+class Agents(NamedTuple):
+    y: Rows  # the model that the agent trained last
+    mean: Rows  # running mean of models between those that the agent received and those that it trained
+    mean_stats: Rows
+    rounds: Tensor  # number of models in the mean
+
+
+class Down(NamedTuple):
+    x: Rows  # Alice's model
+    stats: Rows
+    share: Tensor  # (N, L): its share in the agent's start model, in every layer
 
 
 class Info(NamedTuple):
-    weights: Weights  # alpha_bar, used in this round
-    alpha: Weights  # before smoothing
-    distances: Weights  # d_i, with the assigned distance for Alice
-    omega: Degree
-    psi: Degree
+    weights: Weights  # mean over all layers, by their sizes
+    head: Weights  # of the last layer
 
 
-def calc_weights(
-    dy: Rows,
-    past: Rows,
-    now: Round,
-    omega: Degree,
-    psi: Degree,
-    denominator: Literal["max", "range"] = "max",
-    local_at_end: bool = True,
-    distance: Callable[[Rows, Vector], Weights] = lengths,
-) -> tuple[Weights, Weights, Weights]:
-    """A1: weight each agent by how close its update is to Alice's. Returns (alpha_bar, alpha, d)."""
-    d = distance(dy, row_of(dy, now.alice))  # A1.2
-    return weigh_distances(d, past, now, omega, psi, denominator, local_at_end)
+class Cut(NamedTuple):
+    """Sizes of the model's layers, and which of them are the head; empty before `for_model`."""
 
-
-def weigh_distances(
-    d: Weights,
-    past: Rows,
-    now: Round,
-    omega: Degree,
-    psi: Degree,
-    denominator: Literal["max", "range"] = "max",
-    local_at_end: bool = True,
-) -> tuple[Weights, Weights, Weights]:
-    """A1.3-10: weight each agent by its distance from Alice. Returns (alpha_bar, alpha, d)."""
-    is_alice = torch.arange(len(d), device=d.device) == now.alice
-    others = now.received & ~is_alice
-    d_max = torch.where(others, d, -math.inf).max().clamp(min=0)  # A1.3
-    d_min = torch.where(others, d, math.inf).min().minimum(d_max)  # A1.3
-    d_alice = d_min * (1 - (d_max - d_min) / d_max.clamp(min=TINY) * (1 - omega))  # A1.4
-    d_alice = d_alice.clamp(min=0)
-    d = torch.where(is_alice, d_alice, d)
-    span = d_max if denominator == "max" else d_max - torch.minimum(d_alice, d_min)  # A1.6, two readings
-    ratio = (d - d_alice) / span.clamp(min=TINY)
-    # Differs from the paper: with equal distances "range" is 0/0; use the limit for the nearest agent.
-    all_equal = span <= NEARLY_EQUAL * d_max
-    limit = 0.0 if denominator == "max" else (1 - omega) / (2 - _at_most_1(omega))
-    ratio = torch.where(all_equal, limit * (~is_alice).double(), ratio)
-    alpha = torch.where(others | is_alice, (psi - ratio).clamp(min=0), 0.0)  # A1.6
-    alice_only = one_hot(now.alice, len(d))
-    if local_at_end and 100 * now.r >= LOCAL_FROM * now.of:  # A1.7
-        alpha = alice_only  # A1.8
-    alpha = normalised(alpha, alice_only)  # A1.9
-    rounds = 1 + (past >= 0).sum(dim=0)  # 3, or fewer with partial participation: those in which the agent took part
-    past = torch.stack([normalised(torch.where(now.samples > 0, earlier, 0.0), alice_only) for earlier in past])
-    alpha_bar = (past[0] + past[1] + alpha) / rounds  # A1.10
-    # Differs from the paper: an agent without a received update weighs 0; the others share its past weight.
-    alpha_bar = normalised(torch.where(now.received, alpha_bar, 0.0), alice_only)
-    return alpha_bar, alpha, d
-
-
-def _at_most_1(degree: Degree) -> Degree:
-    return degree.clamp(max=1) if isinstance(degree, Tensor) else min(degree, 1)
+    sizes: tuple[int, ...] = ()
+    heads: tuple[bool, ...] = ()
 
 
 @final
 @dataclass(frozen=True)
 class Waffle:
-    """A model for Alice: global training first, then more and more weight on agents with similar updates."""
+    """A model for Alice: the body is shared while that helps, the head only with agents whose labels mean the same."""
 
     about: ClassVar[About] = About(
         name="waffle",
         title="WAFFLE",
         trains_model_for="Alice",
-        in_words="a model for one agent: all agents count at first, later mainly those with similar updates",
-        cite="Beaussart et al., 2021",
+        in_words="a model for one agent: its last layer shared with similar agents, the other layers while that helps",
         order=40,
-        search=SEARCH,
     )
     for_alice: ClassVar[bool] = True
-    trains_as: ClassVar[type] = scaffold.Scaffold
+    compares_directions: ClassVar[bool] = True
+    sums_by_layer: ClassVar[bool] = True
+    sent_to_each: ClassVar[tuple[str, ...]] = ("share",)
 
     sgd: Optimiser = field(default_factory=SGD)
-    clip: float = parameter(2.0, at_least(0))
-    """Largest norm of a corrected gradient; 0 turns clipping off."""
-    correction: float = parameter(1.0, between(0, 1))
-    """Share of the correction c - c_i added to each gradient: 1 as in the paper; 0 trains agents as in FedAvg."""
-    control: Literal["anchored", "paper"] = parameter("anchored", server_side=True)
-    """Update of the server's control variate: anchored (c = sum a_i c_i), or paper (c += sum a_i dc_i, as printed)."""
-    denominator: Literal["max", "range"] = parameter("max", server_side=True)
-    """Divisor of the distances: max (the largest distance), or range (the largest minus Alice's, as in Eq. 2)."""
-    compared: Literal["updates", "gradients", "directions"] = parameter("updates", server_side=True)
-    """What distances compare: corrected updates (as in the paper), mean gradients, or directions of mean gradients."""
-    omega: str | Schedule = parameter("sigmoid(3.2)", DEGREE, server_side=True)
-    """Schedule of Omega, which sets Alice's assigned distance: 1 is global training, 0 is local training."""
-    psi: str | Schedule = parameter("sigmoid(3.2)", DEGREE, server_side=True)
-    """Schedule of Psi, the relative distance from which an agent has no weight: 1 is global, 0 is local training."""
-    eta_g: float = parameter(1.0, above(0), server_side=True)
-    """Global step size: factor of the weighted mean update."""
+    clip: float = parameter(5.0, at_least(0))
+    """Largest norm of a gradient; 0 turns clipping off."""
+    head_layers: int = parameter(1, at_least(0), server_side=True)
+    """Number of last layers shared according to kinship; the other layers are shared as long as that helps."""
+    yielding: float = parameter(0.3, at_least(0), server_side=True)
+    """How fast Alice stops sharing a layer in which the others' updates oppose hers; 0 means never."""
+    averaging: float = parameter(0.1, between(0, 1))
+    """Share of the rounds so far over which Alice's model is averaged; 0 uses the latest model only."""
+    own: float = parameter(0.3, between(0, 1))
+    """Which models are averaged: 0 the models that Alice received, 1 the models that she trained, or in between."""
+    prediction: Literal["auto", "mixture", "model"] = "auto"
+    """What predicts: Alice's model, or its mixture with the average model, a model trained alone and her nearest
+    training samples. auto: the mixture if she has validation samples, without private rounds."""
+    cut: Cut = model_dependent(Cut())
 
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def for_validation(self, has_samples: bool) -> Waffle:
+        automatic: Literal["mixture", "model"] = "mixture" if has_samples else "model"
+        return replace(self, prediction=automatic) if self.prediction == "auto" else self
+
+    @property
+    def mixes_predictions(self) -> bool:
+        return self.prediction == "mixture"
+
+    def for_model(self, layers: Layers) -> Waffle:
+        head = layers.head(self.head_layers)
+        runs = [(name, sum(n for _, n in part)) for name, part in groupby(layers.params, key=lambda part: part[0])]
+        return replace(self, cut=Cut(tuple(n for _, n in runs), tuple(name in head for name, _ in runs)))
+
     def init(self, net: Net, agents: int) -> tuple[Server, Agents]:
-        server, rows = scaffold.start(net, agents)
-        past = torch.full((2, agents), 1 / agents, dtype=torch.float64, device=net.params.device)  # A2.1
-        return Server(*server, past, *adaptive_degree.start(net.params.device)), rows
+        if not self.cut.sizes:
+            raise WaffleError("this method must know the model's layers: call for_model(method, model.layers) first")
+        zeros = torch.zeros(agents, len(self.cut.sizes), dtype=torch.float64, device=net.params.device)
+        no_rounds = torch.zeros(agents, dtype=net.params.dtype, device=net.params.device)
+        rows = Agents(net.params.repeat(agents, 1), *broadcast_to(net, agents), no_rounds)
+        return Server(*net, rows.y, zeros + 1, zeros, zeros, zeros[0], *rows[1:]), rows
 
     def broadcast(self, server: Server, agents: int) -> Down:
-        return scaffold.send(server, agents)  # A2.3
+        return Down(*broadcast_to(Net(server.x, server.stats), agents), server.share)
 
     def begin(self, down: Down, agents: Agents) -> Local:
-        return scaffold.begin(self.sgd, self.correction, down, agents)  # A2.5
+        return fedavg.begin(self.sgd, self._start(down, agents))
 
     def step(self, local: Local, grad: Grad) -> Local:
-        return scaffold.step(self.sgd, self.clip, local, grad)  # A2.7-8
+        return fedavg.step(self.sgd, self.clip, local, grad)
 
     def finish(self, down: Down, agents: Agents, local: Local) -> tuple[Agents, Up]:
-        return scaffold.finish(self.sgd, self.correction, down, agents, local)  # A2.9-12
+        start = self._start(down, agents)
+        up = Up(local.y - start.params, local.stats)
+        return self._after_round(agents, start, up), up
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
-        c_i = scaffold.received_control_variates(server, up, now, self.sgd.lr, self.correction)
-        if ADAPTIVE in (self.omega, self.psi):
-            before = adaptive_degree.GradientStatistics(server.squares, server.cubes, server.strife, server.degree)
-            server = server._replace(**adaptive_degree.observe(before, c_i, now)._asdict())
-        # Differs from the paper if requested: the correction hides how an agent differs from the others.
-        rows = up.dy if self.compared == "updates" else self.new_control_variates(server, up, now.steps)
-        distance = angular_distance if self.compared == "directions" else lengths
-        server, weights, info = self.weigh(server, Seen(distance(rows, row_of(rows, now.alice))), now)
-        sums = sums_of(weights, {**up._asdict(), **self._control_rows(server.c_i, c_i)})
-        return self.combine(server, sums, now)._replace(c_i=c_i), info
+        s, t, length = self._compare(up.dy, now, self._others(now), server.share)
+        weighed, weights, info = self._weigh(server, s, t, length, now)
+        before = Agents(server.y, server.mean, server.mean_stats, server.rounds)
+        start = self._start(self.broadcast(server, len(up.dy)), before)
+        rows = {**self._by_layer(start.params + up.dy), **self._statistics(up)}
+        after = self.combine(weighed, {name: weighted_sum(weights[name], part) for name, part in rows.items()}, now)
+        copies = zip(Agents._fields, before, self._after_round(before, start, up), strict=True)
+        kept = {name: torch.where(now.intact.view(-1, *[1] * (o.ndim - 1)), n, o) for name, o, n in copies}
+        return after._replace(**kept), info
 
     def needs_updates(self) -> str:
-        return next((f"{name} = {ADAPTIVE}" for name in ("omega", "psi") if getattr(self, name) == ADAPTIVE), "")
+        return "prediction = mixture" if self.mixes_predictions else ""
 
     def compared_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
-        if self.compared == "updates":
-            return {"dy": up.dy}
-        c_i = scaffold.control_variate(agents.c_i, down.c, up.dy, steps, self.sgd.lr, self.correction)
-        return {"c": c_i} if self.compared == "gradients" else {"direction": F.normalize(c_i.double(), eps=TINY)}
+        return self._by_layer(up.dy)
 
     def summed_rows(self, down: Down, agents: Agents, up: Up, steps: Tensor) -> dict[str, Rows]:
-        c_i = scaffold.control_variate(agents.c_i, down.c, up.dy, steps, self.sgd.lr, self.correction)
-        return {**up._asdict(), **self._control_rows(agents.c_i, c_i)}
+        return {**self._by_layer(self._start(down, agents).params + up.dy), **self._statistics(up)}
+
+    def first_weights(self, server: Server, seen: Seen, now: Round) -> dict[str, Weights]:
+        shares, inner, _ = self._others_sum(server, seen, now)
+        columns = zip(self._names, shares.unbind(dim=1), inner.tolist(), strict=True)
+        return {name: share for name, share, product in columns if product < 0}
 
     def weigh(self, server: Server, seen: Seen, now: Round) -> tuple[Server, dict[str, Weights], Info]:
-        omega, psi = self._degree("omega", now, server), self._degree("psi", now, server)
-        local_at_end = self.psi != ADAPTIVE  # with an adaptive psi no round number decides when Alice trains alone
-        options = (self.denominator, local_at_end)
-        alpha_bar, alpha, d = weigh_distances(seen.distances, server.past, now, omega, psi, *options)  # A2.13
-        past = torch.stack([server.past[1], unless_absent(now, alpha, torch.full_like(alpha, NO_PART))])  # A2.14
-        weights = dict.fromkeys(("dy", "stats", "c" if self.control == "anchored" else "dc"), alpha_bar)
-        return server._replace(past=past), weights, Info(alpha_bar, alpha, d, omega, psi)
+        assert seen.angles is not None
+        cosine, length = seen.angles
+        _, inner, longest = self._others_sum(server, seen, now)
+        totals = [seen.totals.get(name, most) for name, most in zip(self._names, longest.tolist(), strict=True)]
+        t = inner / torch.tensor(totals, dtype=inner.dtype, device=inner.device).clamp(min=TINY)
+        s = torch.where(self._others(now)[:, None], cosine, 0.0)
+        return self._weigh(server, s, t.clamp(-1, 1), row_of(length, now.alice), now)
 
     def combine(self, server: Server, sums: Mapping[str, Vector], now: Round) -> Server:
-        """A2.15-16: apply the weighted updates to the model and the control variate."""
-        # Differs from the paper if anchored: c is the weighted mean itself, so it cannot drift.
-        c = sums["c"] if self.control == "anchored" else server.c.double() + sums["dc"]
-        x, stats = shifted(server.x, sums["dy"], self.eta_g), sums["stats"].to(server.stats.dtype)
-        return server._replace(x=x, stats=stats, c=c.to(server.c.dtype))
-
-    def _control_rows(self, before: Rows, after: Rows) -> dict[str, Rows]:
-        """Return what c is computed from: the new control variates, or their changes."""
-        return {"c": after} if self.control == "anchored" else {"dc": after - before}
-
-    def _degree(self, name: Literal["omega", "psi"], now: Round, server: Server) -> Degree:
-        schedule = getattr(self, name)
-        return server.degree if schedule == ADAPTIVE else evaluate(schedule, name, now.r, now.of)
-
-    def new_control_variates(self, server: Server, up: Up, steps: Tensor) -> Rows:
-        return scaffold.control_variate(server.c_i, server.c, up.dy, steps, self.sgd.lr, self.correction)
+        """Return the state with the new model; of a layer that was not summed each agent keeps its own."""
+        parts = zip(self._names, torch.split(server.x, list(self.cut.sizes)), strict=True)
+        x = torch.cat([sums[name] if name in sums else part.double() for name, part in parts])
+        summed = torch.tensor([name in sums for name in self._names], device=x.device)
+        stats = sums["stats"].to(server.stats.dtype) if "stats" in sums else server.stats
+        return server._replace(x=x.to(server.x.dtype), stats=stats, share=torch.where(summed, server.share, 0.0))
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
-        return broadcast_to(Net(server.x, server.stats), count)
+        sent = Down(*broadcast_to(Net(server.x, server.stats), count), server.share.expand(count, -1))
+        means = self._add_to_mean(agents, self._start(sent, agents))
+        return Net(means.mean, means.mean_stats)
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"layer {k}" for k in range(len(self.cut.sizes))]
+
+    def _by_layer(self, rows: Rows) -> dict[str, Rows]:
+        return dict(zip(self._names, torch.split(rows, list(self.cut.sizes), dim=1), strict=True))
+
+    def _statistics(self, up: Up) -> dict[str, Rows]:
+        return {"stats": up.stats} if up.stats.shape[1] else {}
+
+    def _others(self, now: Round) -> Tensor:
+        """Return the agents besides Alice whose update was received."""
+        return now.received & (torch.arange(len(now.received), device=now.received.device) != now.alice)
+
+    def _start(self, down: Down, agents: Agents) -> Net:
+        """Return each agent's start model: in every layer a mixture of its own and Alice's."""
+        columns = zip(down.share.clamp(0, 1).to(down.x.dtype).unbind(dim=1), self.cut.sizes, strict=True)
+        share = torch.cat([column[:, None].expand(-1, n) for column, n in columns], dim=1)
+        return Net(torch.lerp(agents.y, down.x, share), down.stats)
+
+    def _after_round(self, agents: Agents, start: Net, up: Up) -> Agents:
+        """Return the agents' states after a round; `own` places the round's model between start (0) and end (1)."""
+        model = Net(torch.add(start.params, up.dy, alpha=self.own), torch.lerp(start.stats, up.stats, self.own))
+        return self._add_to_mean(agents, model)._replace(y=start.params + up.dy)
+
+    def _add_to_mean(self, agents: Agents, latest: Net) -> Agents:
+        """Return the mean with one more model, whose weight after r rounds is min(1, 1 / (averaging r))."""
+        weight = (1 / (self.averaging * agents.rounds)).clamp(max=1)[:, None]
+        mean, stats = (
+            torch.lerp(agents.mean, latest.params, weight),
+            torch.lerp(agents.mean_stats, latest.stats, weight),
+        )
+        return Agents(agents.y, mean, stats, agents.rounds + 1)
+
+    def _weigh(
+        self, server: Server, s: Tensor, t: Tensor, length: Tensor, now: Round
+    ) -> tuple[Server, dict[str, Weights], Info]:
+        """Return the state, the weights in each layer and the diagnostics, from what `_compare` returns."""
+        agents = len(now.received)
+        is_alice = torch.arange(agents, device=s.device) == now.alice
+        evidence, agreement = server.evidence + length * s**4, server.agreement + length * s**5
+        strife = server.strife + (-t).clamp(min=0) ** 2
+        kinship = torch.where(evidence > 0, agreement / evidence.clamp(min=TINY), FULLY_SHARED)
+        share = torch.minimum(self._head_shares(kinship), torch.exp(-self.yielding * strife))
+        share = torch.where(now.received[:, None], share, server.share)
+        share = torch.where(is_alice[:, None], 1.0, share)
+        alice_only, counted = one_hot(now.alice, agents), torch.where(now.received[:, None], share, 0.0)
+        alpha = [normalised(shares, alice_only) for shares in counted.unbind(dim=1)]
+        parts = [n / sum(self.cut.sizes) for n in self.cut.sizes]
+        overall = torch.stack([part * weights for part, weights in zip(parts, alpha, strict=True)]).sum(dim=0)
+        weighed = server._replace(share=share, evidence=evidence, agreement=agreement, strife=strife)
+        weights = dict(zip(self._names, alpha, strict=True))
+        return weighed, {**weights, **({"stats": overall} if len(server.stats) else {})}, Info(overall, alpha[-1])
+
+    def _others_sum(self, server: Server, seen: Seen, now: Round) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is known of the others' weighted sum in each layer before it is computed.
+
+        Their weights (N, L), scaled to sum to 1, its inner product with Alice's direction (L,), and the most that its
+        length can be (L,).
+        """
+        assert seen.angles is not None
+        cosine, length = seen.angles
+        shares = torch.where(self._others(now)[:, None], server.share, 0.0)
+        shares = shares / shares.sum(dim=0).clamp(min=TINY)
+        return shares, (shares * length * cosine).sum(dim=0), (shares * length).sum(dim=0)
+
+    def _head_shares(self, kinship: Tensor) -> Tensor:
+        """Return each agent's share by its kinship in layers of the head, and 1 in the other layers."""
+        shares = ((kinship - NOT_SHARED) / (FULLY_SHARED - NOT_SHARED)).clamp(0, 1)
+        columns = zip(shares.unbind(dim=1), self.cut.heads, strict=True)
+        return torch.stack([column if head else torch.ones_like(column) for column, head in columns], dim=1)
+
+    def _compare(self, dy: Rows, now: Round, others: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return per layer: each agent's cosine with Alice's update, the cosine of the weighted sum, Alice's length."""
+        s, t, length = [], [], []
+        for rows, share in zip(
+            torch.split(dy.double(), list(self.cut.sizes), dim=1), shares.unbind(dim=1), strict=True
+        ):
+            own = row_of(rows, now.alice)
+            s.append(cosines(rows, own))
+            t.append(cosines(weighted_sum(torch.where(others, share, 0.0), rows)[None], own).squeeze(0))
+            length.append(own.norm())
+        return torch.where(others[:, None], torch.stack(s, dim=1), 0.0), torch.stack(t), torch.stack(length)

@@ -23,7 +23,7 @@ from waffle_fl.algorithms import scaffold
 from waffle_fl.algorithms.contract import BLOCK, SGD, TINY, Grad, Net, Optimiser, Round, Rows, Weights, unless_absent
 from waffle_fl.algorithms.scaffold import Agents, Down, Local, Up
 from waffle_fl.algorithms.schedules import ADAPTIVE, DEGREE, evaluate
-from waffle_fl.algorithms.waffle import LOCAL_FROM
+from waffle_fl.algorithms.waffle_paper import LOCAL_FROM
 from waffle_fl.constraints import at_least, between, check_fields, parameter
 from waffle_fl.errors import WaffleError
 from waffle_fl.randomness import derive, noise

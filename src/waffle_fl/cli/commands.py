@@ -14,6 +14,7 @@ import tyro
 
 from waffle_fl.algorithms import ALGORITHMS, algorithm_of
 from waffle_fl.algorithms.registry import summary_of
+from waffle_fl.algorithms.waffle_paper import AS_PRINTED
 from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import problems, read_part
 from waffle_fl.cli.console import console_for
@@ -51,6 +52,7 @@ OUT_HELP = (
     "Run folder. Default: runs/DATA-SPLIT-METHOD-SEED, with a number appended if that folder holds other settings. "
     "If the folder already holds this run, the run is resumed."
 )
+PRINTED_HELP = "Train the algorithm exactly as the paper prints it: {}. It takes the flags of waffle-paper."
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,12 +66,16 @@ def run(arguments: Sequence[str]) -> int:
             highlight=False,
         )
         return 0 if method else 2
+    if method == "waffle" and "--as-printed" in arguments:
+        return run(["waffle-paper", *_printed_flags(arguments), *(a for a in arguments[1:] if a != "--as-printed")])
     algorithm, settings = algorithm_of(method), settings_class(method=method)
+    printed = Annotated[bool, tyro.conf.arg(help=PRINTED_HELP.format(f"waffle-paper {' '.join(_printed_flags())}"))]
     kind = dataclasses.make_dataclass(
         "Run",
         [
             ("settings", settings, field(default_factory=settings)),
             ("options", options_class(method), field(default_factory=options_class(method))),
+            *([("as_printed", printed, field(default=False))] if method == "waffle" else []),
             ("out", Annotated[str, tyro.conf.arg(help=OUT_HELP)], field(default="")),
             ("baselines", Annotated[bool, tyro.conf.arg(help=BASELINES_HELP)], field(default=True)),
             ("training", Annotated[TrainingOption, tyro.conf.arg(help=TRAINING_HELP)], field(default="auto")),
@@ -96,6 +102,15 @@ def run(arguments: Sequence[str]) -> int:
     if all_agents:
         return _finish_all_agents(runs, folder, args.runtime, args.output)
     return _finish(runs, args.runtime, args.output)
+
+
+def _printed_flags(given: Sequence[str] = ()) -> list[str]:
+    """Return the flags that make `waffle-paper` the algorithm as printed, except those that are given."""
+    return [
+        f"--{name}={value}"
+        for name, value in AS_PRINTED.items()
+        if not any(flag.split("=")[0] == f"--{name}" for flag in given)
+    ]
 
 
 def resume(arguments: Sequence[str]) -> int:

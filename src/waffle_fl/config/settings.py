@@ -16,6 +16,7 @@ from typing import Any, Literal
 from waffle_fl import attacks
 from waffle_fl.algorithms import ALGORITHMS, SGD, Adam, Algorithm, algorithm_of, hyperparameters
 from waffle_fl.algorithms.contract import AS_METHOD, AsMethod
+from waffle_fl.algorithms.hooks import ValidationDependent
 from waffle_fl.batches import Remainder, steps_of
 from waffle_fl.config.checking import floats, problems_of, tuples
 from waffle_fl.constraints import (
@@ -257,7 +258,10 @@ class RunConfig:
             sgd = Adam(s.lr, **shared)
         else:
             sgd = SGD(s.lr, s.momentum, **shared)
-        return kind(sgd=sgd, **{**own, **self.options})  # type: ignore[call-arg]
+        algorithm = kind(sgd=sgd, **{**own, **self.options})  # type: ignore[call-arg]
+        if isinstance(algorithm, ValidationDependent):
+            return algorithm.for_validation(s.validation > 0 and s.privacy == "off")
+        return algorithm
 
     @property
     def label(self) -> str:

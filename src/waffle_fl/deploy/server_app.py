@@ -130,7 +130,7 @@ class JobRunner:
         self.job.clear_stop_request()
         rounds = self.job.config.settings.rounds
         self.job.update_state(status="running", rounds=rounds, error="", round=self.job.state.get("round", 0))
-        if self.job.config.method == "waffle" and len(self.sites) == 2:
+        if self.job.config.method == "waffle-paper" and len(self.sites) == 2:
             self.job.journal.write(
                 note="with two sites WAFFLE's weights are fixed: equal for 95 % of the rounds, then Alice's grows"
             )

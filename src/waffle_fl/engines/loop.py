@@ -1,6 +1,6 @@
 """The reference engine: a round as the paper's Algorithm 2 prints it, one agent after another.
 
-Read this file and one method (`algorithms/waffle.py`) to understand a round; step through it in a debugger with
+Read this file and one method (`algorithms/waffle_paper.py`) to understand a round; step through it in a debugger with
 `simulate(..., engine="loop")` or `waffle run --engine loop`. `# A2.n` cites line n of Algorithm 2. It stacks nothing
 and shares no work; the default engine is tested to give the same results, many times faster.
 """

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from waffle_fl.algorithms import Algorithm, Net, for_model
+from waffle_fl.algorithms.hooks import ValidationDependent
 from waffle_fl.batches import Remainder
 from waffle_fl.constraints import above, at_least, check_fields, each_above, fraction, parameter, share
 from waffle_fl.engines.row_store import RowStore, fresh, initial_rows
@@ -117,6 +118,9 @@ class RunSpec:
         if not 0 <= self.federation.alice < self.federation.agents:
             last = self.federation.agents - 1
             raise WaffleError(f"alice: expected an agent from 0 to {last}, got {self.federation.alice}")
+        if isinstance(self.algorithm, ValidationDependent):
+            validated = len(self.federation.validation[self.federation.alice]) > 0
+            object.__setattr__(self, "algorithm", self.algorithm.for_validation(validated))
 
 
 class Measured(TypedDict, total=False):

@@ -147,7 +147,7 @@ def advice(config: RunConfig, federation: Federation, parts: Parts | None = None
         notes.append(f"{', '.join(empty)} without training samples: weight 0 throughout")
     if federation.drifts(federation.alice):
         notes.append("Alice's own labels drift: test labels change from round to round, so use the last, not the best")
-    if config.method == "waffle":
+    if config.method == "waffle-paper":
         if federation.agents == 1:
             notes.append("a single agent: this is Local")
         adaptive = config.options.get("psi") == ADAPTIVE

@@ -237,7 +237,7 @@ def label_panels(counts: dict[str, list[list[int]]]) -> Any:
 def omega(runs: Sequence[FinishedRun]) -> Any:
     """Return a chart of Omega in the first WAFFLE run, or the paper's Omega if there is no such run."""
     first = next(
-        (run for run in runs if run.config.method == "waffle" and run.rounds and "omega" in run.rounds[0]), None
+        (run for run in runs if run.config.method == "waffle-paper" and run.rounds and "omega" in run.rounds[0]), None
     )
     if first:
         values = [{"round": line["round"], "omega": line["omega"]} for line in first.rounds]

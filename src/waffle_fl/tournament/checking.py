@@ -2,12 +2,12 @@
 
 [[claims]]
 claim = "WAFFLE is above Local over all tasks"
-method = "waffle"
+method = "waffle-paper"
 above = "local"          # holds if the difference is positive and significant (paired t test over the columns)
 
 [[claims]]
 claim = "WAFFLE is at most 0.3 points behind the best tuned method"
-method = "waffle"
+method = "waffle-paper"
 gap = 0.3                # holds if the mean gap to the best method of each column is at most this
 """
 

@@ -12,7 +12,7 @@
     [grid]                                    # one hyperparameter per method, and its values
     ditto = { lam = [0.1, 1.0, 10.0] }
     [variants.kin-latest]                     # another entry: a method with some options or settings fixed
-    method = "waffle-kin"
+    method = "waffle"
     averaging = 0.0
     [data.digits]                             # a data set: its values of lr, its columns, its own settings
     lr = [0.05, 0.1, 0.2]
