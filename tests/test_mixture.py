@@ -1,4 +1,4 @@
-"""The mixture of predictions of WAFFLE-kin: its training, its weights, its predictions, and what refuses it."""
+"""The mixture of predictions of WAFFLE: its training, its weights, its predictions, and what refuses it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from waffle_fl.models import FlatModel, mlp, squared_error
 from waffle_fl.tensorfile import read_named
 from waffle_fl.tournament.record import read_lines
 
-CLIP = 5.0  # of WAFFLE-kin
+CLIP = 5.0  # of WAFFLE
 Mixture = partial(Waffle, prediction="mixture")
 prior = torch.tensor(PRIOR, dtype=torch.float64)
 
@@ -68,7 +68,7 @@ def with_validation(federation: Federation) -> Federation:
 
 @pytest.mark.parametrize("decay", [1.0, 0.7])
 def test_the_models_are_those_of_three_methods(decay: float) -> None:
-    """In both engines a row holds the models that the references of WAFFLE-kin, FedAvg and Local have."""
+    """In both engines a row holds the models that the references of WAFFLE, FedAvg and Local have."""
     parts = [
         reference("waffle", 3, lr_decay=decay),
         reference("fedavg", 3, clip=CLIP, lr_decay=decay),
@@ -79,7 +79,7 @@ def test_the_models_are_those_of_three_methods(decay: float) -> None:
 
 
 def test_the_parts_have_the_bits_of_separate_runs() -> None:
-    """The mixture changes nothing in the training of WAFFLE-kin, and its other parts are FedAvg and Local."""
+    """The mixture changes nothing in the training of WAFFLE, and its other parts are FedAvg and Local."""
     whole = rounds_of(Mixture(SGD(0.1)))[-1].state
     kin, average, alone = (
         rounds_of(one)[-1].state for one in (Waffle(SGD(0.1)), FedAvg(SGD(0.1), CLIP), Local(SGD(0.1), CLIP))
@@ -90,9 +90,9 @@ def test_the_parts_have_the_bits_of_separate_runs() -> None:
 
 
 def test_the_option_off_adds_nothing() -> None:
-    assert fitted(Waffle()) == fitted(Waffle(prediction="model"))
-    assert type(fitted(Waffle())) is Waffle
-    assert same_bits(rounds_of(Waffle(SGD(0.1)))[-1], rounds_of(Waffle(SGD(0.1), prediction="model"))[-1])
+    plain = Waffle(SGD(0.1), prediction="model")
+    assert type(fitted(plain)) is Waffle
+    assert same_bits(rounds_of(replace(plain, prediction="auto"))[-1], rounds_of(plain)[-1])
 
 
 @pytest.mark.parametrize("sgd", [SGD(0.1), SGD(0.1, 0.5, momentum_between_rounds="keep", lr_decay=0.8), Adam(0.01)])
@@ -174,7 +174,7 @@ def test_least_squares_agrees_with_the_reference(seed: int) -> None:
 
 
 def test_weights_without_validation_samples() -> None:
-    """Without validation samples the shared model predicts alone, with the scores of WAFFLE-kin."""
+    """Without validation samples the shared model predicts alone, with the scores of WAFFLE."""
     nothing = torch.zeros(len(PRIOR), 0, 3, dtype=torch.float64)
     assert weights_of(nothing, torch.zeros(0, dtype=torch.int64)).tolist() == [1, 0, 0, 0]
     spec = RunSpec(Mixture(SGD(0.1)), make_federation(alice=ALICE), 3)
@@ -194,7 +194,7 @@ def test_a_note_without_validation_samples() -> None:
 
 @pytest.mark.parametrize("only", range(3))
 def test_weight_one_on_a_model_is_that_model(only: int) -> None:
-    """A mixture with all weight on one model predicts as this model: WAFFLE-kin, FedAvg or Local."""
+    """A mixture with all weight on one model predicts as this model: WAFFLE, FedAvg or Local."""
     outputs, features = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     predictions = part_predictions(outputs, features, torch.randn(7, 2).double(), torch.arange(7) % 4)
     weights = torch.eye(4, dtype=torch.float64)[only]
@@ -283,7 +283,7 @@ def test_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for command in (["export", str(folder)], ["predict", str(folder), "x.npy"]):
         assert waffle(command) == 2
-        assert "WAFFLE-kin mixes the predictions of three models" in capsys.readouterr().err
+        assert "WAFFLE mixes the predictions of three models" in capsys.readouterr().err
     assert 'prediction = "model"' in refusal(check_portable, check_run("waffle", {}, {"prediction": "mixture"}))
     check_portable(check_run("waffle", {}, {}))
 

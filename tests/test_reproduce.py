@@ -56,7 +56,7 @@ validation = 0.2
 [variants.plain]
 
 [variants.clipped]
-waffle = { clip = 1.0 }
+waffle-paper = { clip = 1.0 }
 methods = ["waffle-paper"]
 """
 
@@ -278,16 +278,16 @@ def test_methods_can_be_selected(clone: Path) -> None:
     assert {run.config.method for run in part.all_runs} == {"waffle-paper"}
     assert {config.method for config in part.missing().values()} == methods - {"waffle-paper"} != set()
     text = refusal(run_missing, clone, "tiny", clone / "runs", Runtime(), Listener(), methods=("wafle",))
-    assert "no method 'wafle' in tiny, did you mean waffle?" in text
+    assert "no method 'wafle' in tiny, did you mean waffle-paper?" in text
 
 
 def test_recorded_runs_are_rerun_on_request(clone: Path) -> None:
     """A recorded run is run again on request and replaces the earlier run."""
-    cell = ("tiny/clipped/B/waffle", (1,))
+    cell = ("tiny/clipped/B/waffle-paper", (1,))
     run_missing(clone, "tiny", clone / "runs", Runtime(), Listener(), *cell)
     first = record_of(clone, "tiny").read_text()
     run_missing(clone, "tiny", clone / "anew", Runtime(), Listener(), *cell, anew=True)
-    assert (clone / "anew" / "tiny" / "clipped" / "digits-B-waffle-1").is_dir()
+    assert (clone / "anew" / "tiny" / "clipped" / "digits-B-waffle-paper-1").is_dir()
     assert record_of(clone, "tiny").read_text() == first
 
 
@@ -320,7 +320,7 @@ def cells(**means: float) -> dict[tuple[str, str], Score]:
     for name, value in means.items():
         method, _, split = name.partition("_")
         for where in SPLITS if not split else (split.replace("x", "*"),):
-            found[where, {"we": "weight-erosion"}.get(method, method)] = value / 100
+            found[where, {"we": "weight-erosion", "waffle": "waffle-paper"}.get(method, method)] = value / 100
     return {key: Score(value, 0.001, 5, 0) for key, value in found.items()}
 
 
@@ -507,7 +507,7 @@ def test_pages_and_figures_match_their_records() -> None:
         assert f"<!-- results: {path.stem} -->" in path.read_text()
 
 
-@pytest.mark.parametrize("selection", ["local/A", "waffle/C", "weight-erosion/C", "apfl"])
+@pytest.mark.parametrize("selection", ["local/A", "waffle-paper/C", "weight-erosion/C", "apfl"])
 def test_a_page_from_few_runs(selection: str, runs: list[FinishedRun], records: Records) -> None:
     """Page and figures can be made from any part of the records, and the page lists what is missing."""
     method, _, row = selection.partition("/")

@@ -44,7 +44,7 @@ clip = 5.0
 [grid]
 local = { weight_decay = [0.0] }
 fedavg = { weight_decay = [0.0] }
-waffle = { compared = ["updates"] }
+waffle-paper = { compared = ["updates"] }
 
 [data.digits]
 lr = [0.02, 0.2]
@@ -70,9 +70,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_projects_tournament_gives_every_method_the_same_budget() -> None:
-    """All methods of the package but MR-MTL, which is younger, take part, with nine trials each on every data set."""
+    """All methods of the package take part with nine trials each, but MR-MTL, which is younger, and the mixture."""
     found = load_tournament(ROOT / "experiments" / "tournament.toml")
-    assert {*found.methods, "mr-mtl"} == set(ALGORITHMS)
+    assert {*found.methods, "mr-mtl", "waffle"} == {*ALGORITHMS, "waffle-model"}
     budgets = {len(found.trials(method, tasks)) for method in found.methods for tasks in found.data.values()}
     assert budgets == {9}
     assert not set(found.partitions) & set(found.tuning_partitions)
@@ -260,8 +260,12 @@ def test_the_command_checks_the_records(finished: Path) -> None:
     [
         ('"local", "fedavg"', '"locl", "fedavg"', "unknown method 'locl'"),
         ("partitions = [101]", "partitions = [1]", "tuning partitions that are not in the tables"),
-        ('waffle = { compared = ["updates"] }', 'waffle = { compard = ["updates"] }', "expected a list of values"),
-        ('waffle = { compared = ["updates"] }', 'waffle = { compared = ["a", "b"] }', "as many values"),
+        (
+            'waffle-paper = { compared = ["updates"] }',
+            'waffle-paper = { compard = ["updates"] }',
+            "expected a list of values",
+        ),
+        ('waffle-paper = { compared = ["updates"] }', 'waffle-paper = { compared = ["a", "b"] }', "as many values"),
         ("lr = [0.02, 0.2]", "lr = [-1.0]", "lr"),
         ("rounds = 2", "round = 2", "round"),
         ("seeds = [1, 2]", 'seeds = "1"', "seeds: expected a list of integers"),
@@ -321,9 +325,9 @@ def scores(**methods: list[float]) -> Scores:
 
 def test_standings_by_hand() -> None:
     """Gap, worst tenth, share above Local and rank of two methods on four tasks, worked out by hand."""
-    found = standings(scores(local=[50.0, 60.0, 70.0, 80.0], waffle=[52.0, 58.0, 75.0, 85.0]))
+    found = standings(scores(local=[50.0, 60.0, 70.0, 80.0], ditto=[52.0, 58.0, 75.0, 85.0]))
     first, second = found
-    assert (first.method, first.gap, first.rank) == ("waffle-paper", 0.0, 1.0)
+    assert (first.method, first.gap, first.rank) == ("ditto", 0.0, 1.0)
     assert second.gap == pytest.approx(67.5 - 65.0)
     assert first.gains == 0.75
     assert second.worst == pytest.approx(52.0 - 50.0)
@@ -335,14 +339,14 @@ def test_a_diverged_run_counts_as_the_worst_of_its_task() -> None:
     """None is replaced by the lowest score that any method has on the task."""
     lines = [
         {"stage": "table", "column": "A", "partition": 1, "alices": ["a"], "method": m, "selected": v}
-        for m, v in (("local", [[40.0], [60.0]]), ("waffle-paper", [[None], [80.0]]))
+        for m, v in (("local", [[40.0], [60.0]]), ("ditto", [[None], [80.0]]))
     ]
-    assert scores_of({"d": lines}).columns["d", "A"]["waffle-paper"] == {(1, "a"): 60.0}
+    assert scores_of({"d": lines}).columns["d", "A"]["ditto"] == {(1, "a"): 60.0}
 
 
 def test_a_difference_is_tested_over_columns() -> None:
     """The mean difference is over tasks; one column gives no test."""
-    found = compare(scores(local=[50.0, 60.0], waffle=[51.0, 63.0]), "waffle-paper", "local")
+    found = compare(scores(local=[50.0, 60.0], ditto=[51.0, 63.0]), "ditto", "local")
     assert found.difference == 2.0
     assert found.tasks == 2
     assert found.p != found.p

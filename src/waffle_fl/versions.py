@@ -8,5 +8,5 @@ WIRE_VERSION     Raise it when the messages between server and site change: thei
 
 from __future__ import annotations
 
-RESULTS_VERSION = 7
+RESULTS_VERSION = 8
 WIRE_VERSION = 7

@@ -20,6 +20,7 @@ from waffle_fl.importing import import_named
 
 CONTRACT = ("init", "broadcast", "begin", "step", "finish", "aggregate", "personal")
 ATTRIBUTES = ("about", "for_alice", "trains_as")
+RENAMED = {"waffle-kin": "waffle"}
 MIN_SIMILARITY = 0.8  # difflib ratio from which a name counts as a misspelt hook
 
 
@@ -89,6 +90,8 @@ def algorithm_of(name: Any) -> type[Algorithm]:
         raise WaffleError(f"method: expected a name or module:Class such as {text!r}, got {shown(name):.80}")
     if name in ALGORITHMS:
         return ALGORITHMS[name]
+    if name in RENAMED:
+        raise WaffleError(f"unknown method {name!r}: it is now {RENAMED[name]!r}")
     if ":" in name:
         return _imported(name)
     raise WaffleError(f"unknown method {name!r}{suggest(name, ALGORITHMS)}")

@@ -281,11 +281,11 @@ def _grid(experiment: Experiment, out: Path, runtime: Runtime, output: ProgressF
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Train seven methods on five splits of the included digits: waffle demo."""
+    """Train eight methods on five splits of the included digits: waffle demo."""
 
     @dataclass(frozen=True)
     class Demo:
-        """Train seven methods on five splits of the included digits. Takes one to two minutes."""
+        """Train eight methods on five splits of the included digits. Takes one to two minutes."""
 
         out: Path = Path("demo")
         """Folder of the runs and the report."""

@@ -39,7 +39,7 @@ COMMANDS = {
     "report": Command("commands", "report", "Write tables and charts of finished runs: waffle report RUNS."),
     "reproduce": Command("reproduce", "reproduce", "Reproduce the paper's tables and figures: waffle reproduce mnist."),
     "data": Command("data", "data_command", "Describe a data set, or check your own folder: waffle data NAME."),
-    "demo": Command("commands", "demo", "Train seven methods on five splits of the included digits: waffle demo."),
+    "demo": Command("commands", "demo", "Train eight methods on five splits of the included digits: waffle demo."),
     "resume": Command("commands", "resume", "Resume an interrupted run: waffle resume RUN."),
     "deploy": Command("deploy", "deploy", "The same methods on real machines, through Flower: waffle deploy init."),
     "completion": Command("completion", "completion", "Print a completion script: waffle completion bash|zsh|fish."),

@@ -298,7 +298,17 @@ class RunConfig:
         check_schema(content.get("schema"))
         values = EARLIER | tuples(content["settings"])
         options = content.get("options") or {}
-        return check_run(str(content.get("method")), values, options if isinstance(options, dict) else {})
+        return check_run(*_with_present_name(str(content.get("method")), values, options))
+
+
+def _with_present_name(method: str, settings: Any, options: Any) -> tuple[str, Any, dict[str, Any]]:
+    """Return method, settings and options of a config; before RESULTS_VERSION 8 two methods had other names."""
+    given = options if isinstance(options, dict) else {}
+    if method == "waffle" and "omega" in given:
+        return "waffle-paper", settings, given
+    if method == "waffle-kin":
+        return "waffle", settings, {"prediction": "model", **given}
+    return method, settings, given
 
 
 def plain(text: str) -> str:

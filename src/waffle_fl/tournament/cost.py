@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from waffle_fl.algorithms import SGD, Algorithm, Grad, Net, algorithm_of, for_model
+from waffle_fl.algorithms.hooks import ValidationDependent
 from waffle_fl.models import Batch, FlatModel
 
 AGENTS, FEATURES, CLASSES, BATCH, STEPS = 4, 6, 3, 8, 10
@@ -25,7 +26,10 @@ class Cost(NamedTuple):
 def cost_of(method: str, options: dict[str, Any] | None = None) -> Cost:
     """Count on a tiny federation: the sizes of a method's messages, and the gradients that it asks for."""
     model = FlatModel(lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)))
-    algorithm: Algorithm = for_model(algorithm_of(method)(sgd=SGD(0.1), **(options or {})), model.layers)  # type: ignore[call-arg]
+    algorithm: Algorithm = algorithm_of(method)(sgd=SGD(0.1), **(options or {}))  # type: ignore[call-arg]
+    if isinstance(algorithm, ValidationDependent):
+        algorithm = algorithm.for_validation(True)
+    algorithm = for_model(algorithm, model.layers)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(AGENTS, BATCH, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (AGENTS, BATCH), generator=generator)
