@@ -151,9 +151,9 @@ def for_all() -> str:
 `python -m benchmarks.waffle_for_all`
 
 WAFFLE for each of N Alices takes N x N trainings per round.
-[`waffle_fl.algorithms.waffle_for_all:WaffleForAll`](algorithms/waffle-paper.md#for-all-agents-at-once) takes N. Accuracy
-in percent over the test samples of all agents: digits, 20 agents with 30 samples each, 50 rounds, last round, two seeds,
-nothing tuned.
+[`waffle_fl.algorithms.waffle_for_all:WaffleForAll`](algorithms/waffle-paper.md#for-all-agents-at-once) takes N.
+Accuracy in percent over the test samples of all agents: digits, 20 agents with 30 samples each, 50 rounds, last round,
+two seeds, nothing tuned.
 
 {table(["method", *accuracy], rows)}
 With 10 near agents it differs from WAFFLE for every Alice by {differences} points. CPU
