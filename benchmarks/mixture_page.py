@@ -13,7 +13,6 @@ from statistics import fmean
 
 from benchmarks.doc_tables import write_between
 from benchmarks.one_waffle import NAMES, PAGE
-from waffle_fl.algorithms import title_of
 from waffle_fl.tournament.checking import read_records
 from waffle_fl.tournament.plan import load_tournament
 from waffle_fl.tournament.standings import Column, Protocol, Scores, scores_of, standings
@@ -23,6 +22,11 @@ MIXTURE, SHOWN = "waffle", 6  # entry of the tournament file; methods in the sta
 LIMITS = (("selected", 0.3), ("last", 0.7))  # of the mean gap, from the issue
 LARGEST = {"har-described": 1.0}  # of a data set's mean gap; 1.5 elsewhere
 PARTITIONS = 3
+
+
+def title_of(entry: str) -> str:
+    """Return the name of a method or variant in tables."""
+    return load_tournament(EXPERIMENTS / "tournament.toml").title(entry)
 
 
 def complete(protocol: Protocol) -> Scores:
@@ -81,9 +85,9 @@ def ranking(by_protocol: Mapping[Protocol, Scores]) -> str:
 
 
 def columns(by_protocol: Mapping[Protocol, Scores]) -> str:
-    """Return each column: the mixture, WAFFLE-kin and the best other method."""
+    """Return each column: the mixture, WAFFLE with one model and the best other method."""
     scores = by_protocol["selected"]
-    lines = ["| data | column | mixture | WAFFLE-kin | best other method |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| data | column | mixture | one model | best other method |", "| --- | --- | --- | --- | --- |"]
     for column, (own, best, points) in gaps_of(scores).items():
         kin = fmean(scores.columns[column]["waffle-model"].values())
         name = NAMES[column[0]].partition(" (")[0]

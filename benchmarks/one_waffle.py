@@ -60,7 +60,10 @@ NAMES = {
     "digit-domains-described": "Digit domains",
     "office-described": "Office",
 }
-TITLES = {base: title_of(base) for base in (*BASES, "knn-per")} | {"mixture": "**mixture**"}
+TITLES = {base: title_of(base) for base in (*BASES, "knn-per")} | {
+    "waffle": "WAFFLE, one model",
+    "mixture": "**mixture**",
+}
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Parts: TypeAlias = Mapping[str, Array]  # name of a base -> its predictions (rounds, rows, outputs)
