@@ -23,9 +23,12 @@ MIN_PROBABILITY = 1e-30  # keeps the logarithm finite for a class without neighb
 
 
 def neighbours(features: Tensor, known: Tensor, targets: Tensor, k: int, scale: float) -> Tensor:
-    """Return the mean target of each sample's k nearest known samples, weighted by exp(-|a - b|^2 / (D scale))."""
-    one_block = torch.jit.is_tracing() or torch.compiler.is_exporting()  # a program takes any number of rows
-    parts = [features] if one_block else torch.split(features, max(1, MAX_DISTANCES // len(known)))
+    """Return the mean target of each sample's k nearest known samples, weighted by exp(-|a - b|^2 / (D scale)).
+
+    A traced program takes any number of rows, so it computes all distances at once.
+    """
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    parts = [features] if traced else torch.split(features, max(1, MAX_DISTANCES // len(known)))
     means = []
     for part in parts:
         distance = torch.cdist(part, known, compute_mode="donot_use_mm_for_euclid_dist")

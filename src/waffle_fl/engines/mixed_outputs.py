@@ -1,8 +1,8 @@
 """Models of methods whose agents have several: the row of `personal` holds them one after another.
 
-A method that mixes the outputs of two models adds the share of the first. A method that mixes predictions, or one with the
-hook `answer`, also predicts with the agent's training samples: its memory is computed wherever its models are evaluated,
-and saved with them.
+A method that mixes the outputs of two models adds the share of the first. A method that mixes predictions, or one with
+the hook `answer`, also predicts with the agent's training samples: its memory is computed wherever its models are
+evaluated, and saved with them.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Memory(NamedTuple):
     features: Tensor  # (samples, features) of its first model
     labels: Tensor  # integers, or float64 for a regression
     weights: Tensor | None = None  # of the parts of a mixture
+
+
+MEMORY_NAMES = frozenset(f"{prefix}.{field}" for prefix in ("mixture", "neighbours") for field in Memory._fields)
 
 
 @torch.no_grad()

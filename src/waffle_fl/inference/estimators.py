@@ -278,9 +278,7 @@ def _described(value: Any) -> str:
     return value if isinstance(value, str) else kind
 
 
-def _train(
-    config: RunConfig, agents: Federation, model: FlatModel
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return the tensors of Alice's model, as in a model file, and the measurements of each round."""
     s, spec = config.settings, RunSpec(config.algorithm(), agents, config.settings.seed)
     history, state = [], None

@@ -90,7 +90,11 @@ def _onnx(trained: Trained, x: Tensor, path: Path) -> None:
         raise WaffleError(f'--format onnx needs {" and ".join(missing)}: pip install "waffle-fl[onnx]"')
     table: Any = {torch.ops.aten.cdist.default: _distances}  # ONNX has no such operation
     program: Any = torch.onnx.export(
-        _program(trained, x).run_decompositions(table), input_names=["x"], output_names=["output"], dynamo=True, verbose=False
+        _program(trained, x).run_decompositions(table),
+        input_names=["x"],
+        output_names=["output"],
+        dynamo=True,
+        verbose=False,
     )
     program.save(path, external_data=False)
     if trained.preprocessing:
@@ -108,7 +112,7 @@ def _distances(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: int | None = 
 
 
 def _program(trained: Trained, x: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(trained.module, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    return torch.export.export(trained.module, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False)
 
 
 def _compare(trained: Trained, program: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -104,6 +104,11 @@ class Memory(nn.Module):
             self.register_buffer(name, tensor.clone())
 
 
+def memory_in(module: nn.Module) -> Memory | None:
+    """Return what a module stores of training samples; None for most methods."""
+    return next((part for part in module.modules() if isinstance(part, Memory)), None)
+
+
 class MixedPredictions(nn.Module):
     """A mixture of predictions: logarithms of probabilities, or the values of a regression."""
 

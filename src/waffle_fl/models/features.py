@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def output_and_features(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of `call`, which runs the module on x, and the inputs (rows, features) of its last linear layer.
+    """Return the output of `call`, which runs the module on x, and the inputs of its last linear layer, one row each.
 
     The samples themselves are the features of a network without linear layers. Other threads may run the module at the
     same time.
