@@ -18,6 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fork_server import Command, shared
 from waffle_fl.config import RunConfig, check_run
 from waffle_fl.deploy import server_app, settings_files, site
+from waffle_fl.deploy.demo import models_in
 from waffle_fl.deploy.exposure import usual_shares
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.keys import wire_form
@@ -161,11 +162,11 @@ def run_job(folder: Path, config: RunConfig, out: Path, grid: Any = None) -> Job
     return job
 
 
-def bits(folder: Path) -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
-    """Return what must be bit-identical: the final model, the rounds without their seconds, and the result."""
+def bits(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Return what must be bit-identical: the final models, the rounds without their seconds, and the result."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     rounds = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-    return (folder / "model.safetensors").read_bytes(), rounds, read_json(folder / "result.json") or {}
+    return models_in(folder), rounds, read_json(folder / "result.json") or {}
 
 
 def run_simulation(config: RunConfig, out: Path) -> Path:

@@ -37,7 +37,9 @@ class OneAgentRegressor(PersonalizedRegressor):
 
 # float64, because one check compares predictions of single rows to 1e-7.
 ESTIMATORS = [
-    kind(rounds=10, lr=0.3, device="cpu", precision="float64") for kind in (OneAgentClassifier, OneAgentRegressor)
+    kind(method, options=options, rounds=10, lr=0.3, device="cpu", precision="float64")
+    for kind in (OneAgentClassifier, OneAgentRegressor)
+    for method, options in (("waffle", None), ("waffle", {"prediction": "mixture"}), ("knn-per", {"clip": 5.0}))
 ]
 CANNOT_PASS = {
     "check_dtype_object": "a value that is no number is a WaffleError, a ValueError; the check wants a TypeError",

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 
+from conftest import refusal
 from flower_harness import Grid, bits, federation, run_job, run_simulation, without_waiting
 from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.cli import _run, job_watcher
@@ -27,6 +29,7 @@ from waffle_fl.deploy.server_app import JobRunner, main
 from waffle_fl.deploy.settings_files import change, read_server
 from waffle_fl.deploy.site import software
 from waffle_fl.engines.flower.messages import Message
+from waffle_fl.engines.mixed_outputs import MEMORY_NAMES
 from waffle_fl.errors import WaffleError
 from waffle_fl.inference.trained_run import open_run
 from waffle_fl.results import read_runs
@@ -189,6 +192,24 @@ def test_a_mixture_gives_the_simulator_s_bits(folder: Path, tmp_path: Path) -> N
     reference = bits(run_simulation(mixture(), tmp_path / "reference"))
     assert (model, rounds) == reference[:2]
     assert result["metrics"] == reference[2]["metrics"]
+    (at_site,) = (folder / "sites" / "a" / "models").iterdir()
+    simulated = load_file(tmp_path / "reference" / "model.safetensors")
+    stored = load_file(at_site / "model.safetensors")
+    assert set(stored) == set(simulated)
+    assert all(torch.equal(tensor, simulated[name]) for name, tensor in stored.items())
+    x = torch.zeros(2, 1, 8, 8)
+    assert torch.equal(open_run(at_site).outputs(x), open_run(tmp_path / "reference").outputs(x))
+
+
+@pytest.mark.parametrize("method", ["mixture", "knn-per"])
+def test_training_samples_stay_at_the_site(method: str, folder: Path, tmp_path: Path) -> None:
+    """The server's file has the models alone, also if `model_may_leave` is set, and says where predictions are made."""
+    run_job(folder, mixture() if method == "mixture" else config(method), tmp_path / "run")
+    (at_site,) = (folder / "sites" / "a" / "models").iterdir()
+    complete, sent = (set(load_file(one / "model.safetensors")) for one in (at_site, tmp_path / "run"))
+    assert complete & MEMORY_NAMES
+    assert sent == complete - MEMORY_NAMES
+    assert "only the folder at Alice's site" in refusal(open_run, tmp_path / "run")
 
 
 def test_a_site_that_lost_its_state_starts_its_own_model_anew(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""WAFFLE-kin in private rounds at real sites: the simulator's bits, also with a first sum, dropouts and restarts."""
+"""WAFFLE in private rounds at real sites: the simulator's bits, also with a first sum, dropouts and restarts."""
 
 from __future__ import annotations
 

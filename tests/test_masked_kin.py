@@ -1,4 +1,4 @@
-"""WAFFLE-kin in private rounds: angles by layer, a first sum of which only the length is known, own layers."""
+"""WAFFLE in private rounds: angles by layer, a first sum of which only the length is known, own layers."""
 
 from __future__ import annotations
 

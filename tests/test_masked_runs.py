@@ -236,7 +236,7 @@ def test_digits_with_sketches() -> None:
 
 @pytest.mark.parametrize("split", ["C", "A*"])
 def test_layers_of_digits_with_sketches(split: str) -> None:
-    """WAFFLE-kin's weights from sketches of each layer are within 0.02, and the accuracy is that of the clear run."""
+    """WAFFLE's weights from sketches of each layer are within 0.02, and the accuracy is that of the clear run."""
     clear, masked = (run("waffle", "digits", rounds=4, split=split, privacy=p) for p in ("off", "masked"))
     assert max(difference(clear, masked)) < 0.02
     assert masked[-1]["accuracy"] == pytest.approx(clear[-1]["accuracy"], abs=0.01)

@@ -37,10 +37,10 @@ from waffle_fl.engines.aggregation import aggregate_together, registered
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.run_spec import Outcome, RoundSettings, initial_state, own_net
 from waffle_fl.engines.tree import rows_of
-from waffle_fl.experiment import Runtime, execute
+from waffle_fl.experiment import Runtime, execute, federation_of
 from waffle_fl.experiment.active_run import state_of, tensors_of
 from waffle_fl.experiment.planning import plan
-from waffle_fl.inference.trained_run import check_portable
+from waffle_fl.inference.trained_run import open_run
 from waffle_fl.models import FlatModel, mlp
 from waffle_fl.records import read_rounds
 from waffle_fl.tensorfile import pack, unpack
@@ -333,7 +333,7 @@ def test_weight_erosion_erodes_as_much_in_a_shorter_run() -> None:
 
 
 def test_apfl_is_scored_by_the_outputs_that_it_trains(tmp_path: Path) -> None:
-    """With mixed outputs the scores are those of mix v(x) + (1 - mix) w(x), and there is no portable model."""
+    """With mixed outputs the scores are those of mix v(x) + (1 - mix) w(x), and those of the run folder."""
     algorithm, federation, model = APFL(SGD(0.3), mixing="outputs"), make_federation(alice=ALICE), shared_model()
     (last,) = list(simulate([RunSpec(algorithm, federation, SEED)], model, rounds=3, batch_size=BATCH, workers=1))[-1]
     agents, rows = last.state.agents, federation.test[ALICE]
@@ -346,7 +346,9 @@ def test_apfl_is_scored_by_the_outputs_that_it_trains(tmp_path: Path) -> None:
     execute([(config, tmp_path / "run")], Runtime(workers=1))
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert {name.partition(".")[0] for name in saved} == {"personal", "received", "share"}
-    assert "mixes the outputs of two models" in refusal(check_portable, config)
+    data = federation_of(config.settings)
+    output = open_run(tmp_path / "run").outputs(data.x[data.test[data.alice]])
+    assert torch.equal(output, load_file(tmp_path / "run" / "predictions.safetensors")["output"])
 
 
 def test_mixed_outputs_need_classes() -> None:

@@ -104,6 +104,19 @@ def read_tensors(path: Path, template: Mapping[str, Tensor]) -> tuple[dict[str, 
         raise WaffleError(f"{path}: {error}") from None
 
 
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a file, as its header states them; nothing but the header is read."""
+    check_regular(path)
+    try:
+        with path.open("rb") as stream:
+            header = parse_header(stream.read(8 + MAX_HEADER), path.stat().st_size)
+    except OSError as error:
+        raise WaffleError(f"cannot read {path}: {error.strerror}") from None
+    except WaffleError as error:
+        raise WaffleError(f"{path}: {error}") from None
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+
 def read_named(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the tensors of a file, given only their names. Their sizes must add up to the size of the file."""
     check_regular(path)

@@ -88,13 +88,14 @@ class HasControlVariates(Protocol):
 
 @runtime_checkable
 class PredictsWithTrainingData(Protocol):
-    """Needs the agent's training data to predict, so a model file alone is not enough."""
+    """Predicts with the agent's training data: a model file also contains their features and labels."""
 
     def answer(self, output: Tensor, features: Tensor, known: Tensor, labels: Tensor) -> Tensor:
         """Return the predictions for some samples. Called wherever a model is evaluated.
 
         `output` is the model's output for these samples and `features` the input of its last layer. `known` and
-        `labels` are the features and the labels of the agent's own training samples.
+        `labels` are the features and the labels of the agent's own training samples; numbers are float64. It must
+        trace (`torch.export`), without control flow that depends on values or on the number of samples.
         """
         ...
 

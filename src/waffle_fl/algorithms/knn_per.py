@@ -23,14 +23,19 @@ MIN_PROBABILITY = 1e-30  # keeps the logarithm finite for a class without neighb
 
 
 def neighbours(features: Tensor, known: Tensor, targets: Tensor, k: int, scale: float) -> Tensor:
-    """Return the mean target of each sample's k nearest known samples, weighted by exp(-|a - b|^2 / (D scale))."""
-    parts = []
-    for part in torch.split(features, max(1, MAX_DISTANCES // len(known))):
+    """Return the mean target of each sample's k nearest known samples, weighted by exp(-|a - b|^2 / (D scale)).
+
+    A traced program takes any number of rows, so it computes all distances at once.
+    """
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    parts = [features] if traced else torch.split(features, max(1, MAX_DISTANCES // len(known)))
+    means = []
+    for part in parts:
         distance = torch.cdist(part, known, compute_mode="donot_use_mm_for_euclid_dist")
         nearest_distances, ids = distance.topk(min(k, len(known)), largest=False)
         weight = torch.softmax(-(nearest_distances.double() ** 2) / (features.shape[1] * scale), dim=1)
-        parts.append((weight[:, :, None] * targets[ids].double()).sum(dim=1))
-    return torch.cat(parts)
+        means.append((weight[:, :, None] * targets[ids].double()).sum(dim=1))
+    return torch.cat(means)
 
 
 @final
@@ -89,6 +94,6 @@ class KNNPer:
         numbers = labels.is_floating_point()
         targets = labels[:, None] if numbers else F.one_hot(labels, output.shape[1])
         nearest = neighbours(features, known, targets, self.k, self.scale)
-        own = output.double().view(len(output), -1) if numbers else output.double().softmax(dim=1)
+        own = output.double().view(output.shape[0], -1) if numbers else output.double().softmax(dim=1)
         mixed = torch.lerp(own, nearest, self.mix)
         return (mixed if numbers else mixed.clamp(min=MIN_PROBABILITY).log()).to(output.dtype).view(output.shape)

@@ -12,9 +12,11 @@ from waffle_fl.data.files import data_dir
 from waffle_fl.deploy.jobs import Job
 from waffle_fl.deploy.local_cluster import prepare
 from waffle_fl.deploy.site_store import Ledger
+from waffle_fl.engines.mixed_outputs import MEMORY_NAMES
 from waffle_fl.errors import WaffleError, writable
 from waffle_fl.experiment import Runtime, execute
 from waffle_fl.records import read_rounds
+from waffle_fl.tensorfile import read_named, read_shapes
 from waffle_fl.user_data.folder_reader import agents_in
 
 ROUNDS = 5
@@ -100,7 +102,14 @@ def _rounds(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
+def models_in(folder: Path) -> dict[str, Any]:
+    """Return the tensors of a run's models, without training samples: these never leave Alice's site."""
+    path = folder / "model.safetensors"
+    tensors = read_named(path, tuple(read_shapes(path)))
+    return {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in tensors.items() if name not in MEMORY_NAMES}
+
+
 PARTS: dict[str, Callable[[Path], Any]] = {
-    "model": lambda folder: (folder / "model.safetensors").read_bytes(),
+    "model": models_in,
     "record": _rounds,
 }

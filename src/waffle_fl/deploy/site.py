@@ -38,12 +38,11 @@ from waffle_fl.deploy.site_data import SiteData
 from waffle_fl.deploy.site_store import Ledger, Store
 from waffle_fl.deploy.survey import Stage
 from waffle_fl.engines.arithmetic import one_thread
-from waffle_fl.engines.evaluation import predictor_of
 from waffle_fl.engines.flower.masked_messages import INTRODUCE, READ_BEFORE, FirstRequest, digest_of_received
 from waffle_fl.engines.flower.messages import Message, Request, Version, read_count
 from waffle_fl.engines.flower.site_trainer import SiteTrainer
 from waffle_fl.engines.masked_checks import masks_updates
-from waffle_fl.engines.mixed_outputs import models_in, tensors_in
+from waffle_fl.engines.mixed_outputs import memory_of, models_in, output_of, tensors_in
 from waffle_fl.engines.noise_checks import check_noise
 from waffle_fl.engines.private_gradients import privacy_of
 from waffle_fl.errors import WaffleError
@@ -418,9 +417,10 @@ class RequestHandler:
         """Store Alice's final model as a run folder for `waffle predict`; return the metrics that may leave."""
         trainer, s = self.trainer, self.config.settings
         f = trainer.federation
-        predicted = predictions(trainer.model, predictor_of(trainer.algorithm, trainer.model, net, f), f)
+        memory = memory_of(trainer.algorithm, trainer.model, net, f)
+        predicted = predictions(trainer.model, output_of(trainer.algorithm, trainer.model, net, memory), f)
         metrics = measure(predicted["output"], predicted["target"])
-        model = pack(tensors_in(trainer.algorithm, trainer.model, net), {"round": str(s.rounds)})
+        model = pack(tensors_in(trainer.algorithm, trainer.model, net, memory), {"round": str(s.rounds)})
         folder = self._model_folder(model)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         about = provenance(

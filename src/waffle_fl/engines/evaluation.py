@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net
-from waffle_fl.engines.mixed_outputs import mixes_predictions, mixture_of, names_in, output_of
+from waffle_fl.engines.mixed_outputs import memory_of, names_in, output_of
 from waffle_fl.engines.run_spec import RunSpec
 from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
@@ -34,16 +34,7 @@ def predictor_of(
     algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, progress: float = 1.0
 ) -> Predictor:
     """Return Alice's predictor: her model, or a mixture or `answer`, which also use her training data."""
-    if mixes_predictions(algorithm):
-        return mixture_of(algorithm, model, net, federation, progress)
-    answer = getattr(algorithm, "answer", None)
-    if answer is None:
-        return output_of(algorithm, model, net)
-    own = federation.train[federation.alice]
-    parts = (federation.x[part].to(model.device, model.dtype) for part in torch.split(own, SCORE_ROWS))
-    known = torch.cat([model.features(*net, x)[1] for x in parts])
-    labels = federation.labels(federation.alice, own, progress).to(model.device)
-    return lambda x: answer(*model.features(*net, x), known, labels)  # type: ignore[no-any-return]
+    return output_of(algorithm, model, net, memory_of(algorithm, model, net, federation, progress))
 
 
 def score(

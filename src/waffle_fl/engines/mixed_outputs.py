@@ -1,13 +1,15 @@
 """Models of methods whose agents have several: the row of `personal` holds them one after another.
 
-A method that mixes the outputs of two models adds the share of the first. A method that mixes predictions computes the
-weights of its parts, and the neighbours among the training samples, wherever its models are evaluated.
+A method that mixes the outputs of two models adds the share of the first. A method that mixes predictions, or one with
+the hook `answer`, also predicts with the agent's training samples: its memory is computed wherever its models are
+evaluated, and saved with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,48 +47,82 @@ def models_in(algorithm: Algorithm, model: FlatModel, net: Net) -> list[Net]:
     return [Net(*pair) for pair in zip(params, stats, strict=True)]
 
 
-def output_of(algorithm: Algorithm, model: FlatModel, net: Net) -> Callable[[Tensor], Tensor]:
-    """Return the function from samples to outputs."""
-    own, *others = (partial(model.predict, *one) for one in models_in(algorithm, model, net))
-    if not others:
-        return own
-    share = net.params[-1]
-    return lambda x: torch.lerp(others[0](x), own(x), share)
+def memory_name(algorithm: Algorithm) -> str:
+    """Return the prefix in a model file of what a prediction needs besides models; empty if it needs nothing."""
+    return "mixture" if mixes_predictions(algorithm) else "neighbours" if hasattr(algorithm, "answer") else ""
 
 
-def tensors_in(algorithm: Algorithm, model: FlatModel, net: Net) -> dict[str, Tensor]:
-    """Return the named tensors of an agent's model for a file; of several models with the names of their parts."""
-    if not names_in(algorithm):
-        return model.state_dict(net)
-    models = zip(names_in(algorithm), models_in(algorithm, model, net), strict=True)
-    all_of = {f"{part}.{name}": tensor for part, one in models for name, tensor in model.state_dict(one).items()}
-    return all_of | ({"share": net.params[-1].detach().cpu().clone()} if mixes_outputs(algorithm) else {})
+class Memory(NamedTuple):
+    """What a prediction needs besides models: the agent's training samples, and the weights of a mixture."""
+
+    features: Tensor  # (samples, features) of its first model
+    labels: Tensor  # integers, or float64 for a regression
+    weights: Tensor | None = None  # of the parts of a mixture
 
 
-def mixture_of(
-    algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, progress: float
-) -> Callable[[Tensor], Tensor]:
-    """Return Alice's mixture of predictions as a function from samples to outputs.
+MEMORY_NAMES = frozenset(f"{prefix}.{field}" for prefix in ("mixture", "neighbours") for field in Memory._fields)
 
-    Its weights come from her validation samples, its neighbours from her training samples.
+
+@torch.no_grad()
+def memory_of(
+    algorithm: Algorithm, model: FlatModel, net: Net, federation: Federation, progress: float = 1.0
+) -> Memory | None:
+    """Return what Alice's predictions need besides her models.
+
+    Weights come from her validation samples, features and labels from her training samples.
     """
+    if not memory_name(algorithm):
+        return None
     models, alice = models_in(algorithm, model, net), federation.alice
 
     def labels_of(rows: Tensor) -> Tensor:
-        return federation.labels(alice, rows, progress).to(model.device)
+        labels = federation.labels(alice, rows, progress).to(model.device)
+        return labels.double() if labels.is_floating_point() else labels
 
-    def samples_of(rows: Tensor) -> Tensor:
-        return federation.x[rows].to(model.device, model.dtype)
+    def samples_of(rows: Tensor) -> list[Tensor]:
+        return [federation.x[part].to(model.device, model.dtype) for part in torch.split(rows, ROWS)]
 
     own, validation = federation.train[alice], federation.validation[alice]
-    known = torch.cat([model.features(*models[0], samples_of(part))[1] for part in torch.split(own, ROWS)])
-    labels = labels_of(own)
+    known = torch.cat([model.features(*models[0], x)[1] for x in samples_of(own)])
+    memory = Memory(known, labels_of(own))
+    if not mixes_predictions(algorithm):
+        return memory
+    predicted = torch.cat([_parts(model, models, memory, x) for x in samples_of(validation)], dim=1)
+    return memory._replace(weights=weights_of(predicted, labels_of(validation)))
 
-    def parts(x: Tensor) -> Tensor:
-        shared, features = model.features(*models[0], x)
-        outputs = torch.stack([shared, *(model.predict(*one, x) for one in models[1:])])
-        return part_predictions(outputs, features, known, labels)
 
-    predicted = torch.cat([parts(samples_of(part)) for part in torch.split(validation, ROWS)], dim=1)
-    weights = weights_of(predicted, labels_of(validation))
-    return lambda x: mixed(parts(x), weights).to(model.dtype)
+def _parts(model: FlatModel, models: Sequence[Net], memory: Memory, x: Tensor) -> Tensor:
+    """Return the predictions of all parts of a mixture."""
+    shared, features = model.features(*models[0], x)
+    outputs = torch.stack([shared, *(model.predict(*one, x) for one in models[1:])])
+    return part_predictions(outputs, features, memory.features, memory.labels)
+
+
+def output_of(
+    algorithm: Algorithm, model: FlatModel, net: Net, memory: Memory | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from samples to outputs; without a memory, that of the models alone."""
+    models = models_in(algorithm, model, net)
+    if memory is None:
+        own, *others = (partial(model.predict, *one) for one in models)
+        return (lambda x: torch.lerp(others[0](x), own(x), net.params[-1])) if others else own
+    known, labels, weights = memory
+    if weights is not None:
+        return lambda x: mixed(_parts(model, models, memory, x), weights).to(model.dtype)
+    answer: Any = algorithm
+    return lambda x: answer.answer(*model.features(*models[0], x), known, labels)  # type: ignore[no-any-return]
+
+
+def tensors_in(algorithm: Algorithm, model: FlatModel, net: Net, memory: Memory | None = None) -> dict[str, Tensor]:
+    """Return the named tensors of an agent's model for a file; of several models with the names of their parts."""
+    names, models = names_in(algorithm), models_in(algorithm, model, net)
+    if not names:
+        tensors = model.state_dict(net)
+    else:
+        states = zip(names, map(model.state_dict, models), strict=True)
+        tensors = {f"{part}.{name}": tensor for part, state in states for name, tensor in state.items()}
+    if mixes_outputs(algorithm):
+        tensors["share"] = net.params[-1].detach().cpu().clone()
+    kept = {} if memory is None else memory._asdict()
+    prefix = memory_name(algorithm)
+    return tensors | {f"{prefix}.{name}": part.cpu().clone() for name, part in kept.items() if part is not None}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.engines.evaluation import SCORE_ROWS, Predictor, predictor_of, views_of
-from waffle_fl.engines.mixed_outputs import tensors_in
+from waffle_fl.engines.mixed_outputs import memory_of, output_of, tensors_in
 from waffle_fl.engines.newcomers import join_after_training
 from waffle_fl.engines.run_spec import Outcome, RunSpec, State, all_nets, own_net
 from waffle_fl.experiment.factories import round_settings
@@ -112,7 +112,8 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
         active.run.close(result)
         return result
     own, federation = active.selected.net if active.selected else own_net(spec, state, model), spec.federation
-    tensors = predictions(model, predictor_of(spec.algorithm, model, own, federation), federation)
+    memory = memory_of(spec.algorithm, model, own, federation)
+    tensors = predictions(model, output_of(spec.algorithm, model, own, memory), federation)
     scored = everyones_predictions(spec, state, model) if spec.everyone else tensors
     result |= {"metrics": measure(scored["output"], scored["target"])}
     if active.newcomers:
@@ -121,9 +122,8 @@ def close(active: ActiveRun, spec: RunSpec, model: FlatModel, status: str, messa
             one.names[0]: join_after_training(spec, state, model, round_settings(s), one, s.newcomer_rounds)
             for one in active.newcomers
         }
-    active.run.close(
-        result, tensors_in(spec.algorithm, model, own), {name: tensor.cpu() for name, tensor in tensors.items()}
-    )
+    named = tensors_in(spec.algorithm, model, own, memory)
+    active.run.close(result, named, {name: tensor.cpu() for name, tensor in tensors.items()})
     if spec.store:
         spec.store.delete()
     return result

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from waffle_fl.algorithms import Net
 from waffle_fl.config import RunConfig, check_run
+from waffle_fl.engines.mixed_outputs import memory_of, tensors_in
 from waffle_fl.engines.run_spec import RunSpec, own_net
 from waffle_fl.engines.simulate import simulate
 from waffle_fl.errors import WaffleError
@@ -28,7 +28,8 @@ from waffle_fl.inference.estimator_inputs import (
     check_samples,
     column_names,
 )
-from waffle_fl.inference.trained_run import check_portable, outputs, with_scaled_inputs, with_tensors
+from waffle_fl.inference.model_files import module_of
+from waffle_fl.inference.trained_run import outputs, with_scaled_inputs
 from waffle_fl.models import FlatModel, builder, cross_entropy, ready, squared_error
 from waffle_fl.models.flat import Precision
 from waffle_fl.user_data import ArrayScaling
@@ -89,7 +90,6 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
     def fit(self, federation: Agents) -> Self:
         """Train the model of one agent. A fit that fails leaves the estimator unchanged."""
         config = self._config()
-        check_portable(config)
         data = self._prepared(federation)
         agents = data.agents.only(data.agents.alice) if config.method == "local" else data.agents
         build = self._builder(agents)
@@ -100,8 +100,8 @@ class _Personalized(BaseEstimator):  # type: ignore[misc]
             device=device_of(self.device),
         )
         check_output(_described(self.model), model, agents)
-        net, history = _train(config, agents, model)
-        module = with_tensors(build, model.dtype, model.state_dict(net))
+        tensors, history = _train(config, agents, model)
+        module = module_of(config.algorithm(), build, model.dtype, tensors)
         prefix = "" if isinstance(federation, Federation) else "training_"
         for name in FITTED:
             self.__dict__.pop(name, None)
@@ -278,7 +278,8 @@ def _described(value: Any) -> str:
     return value if isinstance(value, str) else kind
 
 
-def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net, list[dict[str, Any]]]:
+def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the tensors of Alice's model, as in a model file, and the measurements of each round."""
     s, spec = config.settings, RunSpec(config.algorithm(), agents, config.settings.seed)
     history, state = [], None
     rounds = simulate([spec], model, rounds=s.rounds, batch_size=s.batch_size, epochs=s.epochs, remainder=s.remainder)
@@ -288,4 +289,5 @@ def _train(config: RunConfig, agents: Federation, model: FlatModel) -> tuple[Net
         history.append(dict(outcome.measured))
         state = outcome.state
     assert state is not None
-    return own_net(spec, state, model), history
+    net = own_net(spec, state, model)
+    return tensors_in(spec.algorithm, model, net, memory_of(spec.algorithm, model, net, agents)), history

@@ -88,8 +88,13 @@ def _onnx(trained: Trained, x: Tensor, path: Path) -> None:
     missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
     if missing:
         raise WaffleError(f'--format onnx needs {" and ".join(missing)}: pip install "waffle-fl[onnx]"')
+    table: Any = {torch.ops.aten.cdist.default: _distances}  # ONNX has no such operation
     program: Any = torch.onnx.export(
-        _program(trained, x), input_names=["x"], output_names=["output"], dynamo=True, verbose=False
+        _program(trained, x).run_decompositions(table),
+        input_names=["x"],
+        output_names=["output"],
+        dynamo=True,
+        verbose=False,
     )
     program.save(path, external_data=False)
     if trained.preprocessing:
@@ -97,8 +102,17 @@ def _onnx(trained: Trained, x: Tensor, path: Path) -> None:
         onnx.save(with_columns(onnx.load(path), trained.preprocessing), path)
 
 
+def _distances(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Any:
+    """Return the Euclidean distances of all rows by a product in float64, which takes no memory for each feature."""
+    if p != 2:
+        return NotImplemented
+    dtype, a, b = b.dtype, a.double(), b.double()
+    squares = (a**2).sum(dim=-1, keepdim=True) + (b**2).sum(dim=-1)[..., None, :]
+    return (squares - 2 * (a @ b.mT)).clamp(min=0).sqrt().to(dtype)
+
+
 def _program(trained: Trained, x: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(trained.module, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    return torch.export.export(trained.module, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False)
 
 
 def _compare(trained: Trained, program: Callable[[Tensor], Tensor], x: Tensor) -> None:

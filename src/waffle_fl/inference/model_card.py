@@ -9,6 +9,7 @@ from typing import Any
 from waffle_fl.algorithms import title_of
 from waffle_fl.config import SCHEMA
 from waffle_fl.data import normalisation_of
+from waffle_fl.inference.model_files import memory_in
 from waffle_fl.inference.trained_run import Trained
 from waffle_fl.results import FinishedRun, named_weights
 
@@ -95,7 +96,8 @@ def _preprocessing(trained: Trained) -> dict[str, Any] | None:
 
 def _output(trained: Trained) -> str:
     if trained.task == "classification":
-        return "one score per class, in the order of `classes`; softmax turns them into probabilities"
+        what = "score per class" if memory_in(trained.module) is None else "logarithm of a probability per class"
+        return f"one {what}, in the order of `classes`; softmax turns them into probabilities"
     if trained.preprocessing is None and trained.scaling is None:
         return "the predicted number"
     return "the predicted number; model.safetensors alone returns it standardised (target_mean, target_deviation)"
@@ -140,6 +142,13 @@ def _limits(trained: Trained) -> list[str]:
         "A contributor's weight shows how much its updates were used for this model, not the quality of its data.",
         _privacy_limit(run),
     ]
+    memory = memory_in(trained.module)
+    if memory is not None:
+        limits.append(
+            f"The files contain features and labels of {len(memory.labels)} training samples of {alice}, by which the "
+            "model predicts: sharing a file shares information on each of these samples. Features are the inputs of "
+            "the last linear layer; of a linear model they are the samples themselves."
+        )
     if trained.classes:
         limits.append("It always predicts one of its classes, also for a sample that belongs to none of them.")
     if trained.preprocessing:

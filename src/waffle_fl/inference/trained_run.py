@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from waffle_fl.algorithms import title_of
-from waffle_fl.config import RunConfig
 from waffle_fl.engines.evaluation import SCORE_ROWS
-from waffle_fl.engines.mixed_outputs import mixes_outputs, mixes_predictions
 from waffle_fl.errors import WaffleError
+from waffle_fl.inference.model_files import module_of, read_model
 from waffle_fl.manifest import Warn, verify
 from waffle_fl.models import FlatModel, builder
 from waffle_fl.records import read_json
 from waffle_fl.results import FinishedRun, read_run
-from waffle_fl.tensorfile import read_tensors
 from waffle_fl.user_data import ArrayScaling, Preprocessing, Task
 
 MODEL = "model.safetensors"
@@ -59,19 +55,19 @@ def open_run(folder: Path, *, trust: bool = False, force: bool = False, warn: Wa
         raise WaffleError(
             f"{folder}: provenance.json lacks `sample`, `task` or `classes`: run it again with this waffle-fl"
         ) from None
-    check_portable(run.config)
     verify(folder, (MODEL,), force, warn)
     s = run.config.settings
     build = builder(_network_of(run), s.data, shape, len(classes) if task == "classification" else 1)
     fitted = read_json(folder / "preprocessing.json")
     model = FlatModel(build, precision=s.precision)
-    _, tensors = read_tensors(folder / MODEL, model.state_dict(model.init(0)))
+    algorithm = run.config.algorithm()
+    tensors = read_model(folder / MODEL, algorithm, model, shape, len(classes) if task == "classification" else 0)
     preprocessing = Preprocessing.from_json(fitted) if fitted else None
     scaling = _read_scaling(folder, shape)
     fitted_inputs = preprocessing or scaling
     if fitted_inputs is None:
         _check_as_given(run)
-    module = with_scaled_inputs(with_tensors(build, model.dtype, tensors), scaling, model.dtype)
+    module = with_scaled_inputs(module_of(algorithm, build, model.dtype, tensors), scaling, model.dtype)
     if task == "regression" and fitted_inputs:
         module = nn.Sequential(module, TargetUnit(fitted_inputs)).eval()
     return Trained(run, module, model.dtype, shape, task, classes, preprocessing, scaling)
@@ -100,27 +96,6 @@ def _check_as_given(run: FinishedRun) -> None:
         raise WaffleError(
             f"{run.folder} has no scaling.json: the model takes standardised inputs. In a deployment with local "
             "preprocessing only Alice's site has it: predict there"
-        )
-
-
-def check_portable(config: RunConfig) -> None:
-    """Raise WaffleError if the method's predictions need the agent's training data, or several models."""
-    algorithm = config.algorithm()
-    if mixes_outputs(algorithm):
-        raise WaffleError(
-            f"{title_of(config.method)} mixes the outputs of two models, which no single model can: its predictions on "
-            'Alice\'s test data are in predictions.safetensors; train with mixing = "parameters" for a portable model'
-        )
-    if mixes_predictions(algorithm):
-        raise WaffleError(
-            f"{title_of(config.method)} mixes the predictions of three models and of Alice's training data: its "
-            'predictions on her test data are in predictions.safetensors; train with prediction = "model" for a '
-            "portable model"
-        )
-    if hasattr(algorithm, "answer"):
-        raise WaffleError(
-            f"{title_of(config.method)} predicts with Alice's training data, which a model file does not contain: its "
-            "predictions on her test data are in predictions.safetensors; train another method for a portable model"
         )
 
 
@@ -159,17 +134,6 @@ class TargetUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mean + self.deviation * x.double()
-
-
-@torch.no_grad()
-def with_tensors(build: Callable[[], nn.Module], dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a new module with these tensors, in evaluation mode."""
-    with torch.random.fork_rng(devices=[]):  # leave the caller's random state unchanged
-        module = build().to("cpu", dtype)
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name in tensors:
-            tensor.copy_(tensors[name])
-    return module.eval().requires_grad_(False)
 
 
 @torch.no_grad()

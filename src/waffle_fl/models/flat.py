@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,6 +32,7 @@ from waffle_fl.models.building import (
     to_integers,
     unsized,
 )
+from waffle_fl.models.features import output_and_features
 from waffle_fl.models.joined import Joined, joined_loss, with_pull
 from waffle_fl.models.layers import Layers
 from waffle_fl.models.passes import Passes
@@ -305,15 +307,7 @@ class FlatModel:
     def features(self, params: Tensor, stats: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of one model and the inputs of its last linear layer (the samples, if it has none)."""
         self._observe(x)
-        seen = [x]
-        layers = [part for part in self.module().modules() if isinstance(part, nn.Linear)]
-        hooks = [layer.register_forward_pre_hook(lambda _, given: seen.extend(given[:1])) for layer in layers]
-        try:
-            output = self.predict(params, stats, x)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return output, next(given for given in reversed(seen) if len(given) == len(x)).flatten(1)
+        return output_and_features(self.module(), partial(self.predict, params, stats), x)
 
     @torch.no_grad()
     def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:

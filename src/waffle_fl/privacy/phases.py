@@ -11,7 +11,7 @@ reveal   it receives whose sums have arrived, and sends shares
 alone    Alice holds all weight: the sum is her update, which she sends; no other agent sends anything
 
 No reply of an agent but Alice's last one has a field for numbers that are not masked, except lengths that the guard,
-Weight Erosion and WAFFLE-kin read. No reply of any type can be unmasked by itself: the server needs shares of two
+Weight Erosion and WAFFLE read. No reply of any type can be unmasked by itself: the server needs shares of two
 thirds of the agents, and gets them for one sum of a kind per round.
 """
 
