@@ -80,6 +80,10 @@ def share() -> Constraint:
     return Constraint("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
+def each_at_least(bound: float) -> Constraint:
+    return Constraint(f"numbers of at least {bound:g}", lambda values: all(value >= bound for value in values))
+
+
 def each_above(bound: float) -> Constraint:
     return Constraint(f"numbers above {bound}", lambda values: all(value > bound for value in values))
 

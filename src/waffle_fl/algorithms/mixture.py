@@ -22,6 +22,7 @@ from waffle_fl.algorithms.knn_per import MIN_PROBABILITY, neighbours
 from waffle_fl.algorithms.wrapper import Wrapper, extended, inner_state
 
 PARTS = ("shared", "average", "alone")  # the models in a row of `personal`; the neighbours are the last part
+COUNT = len(PARTS) + 1
 PRIOR = (1.0, 1.0, 0.2, 0.2)  # pseudo-samples of each part: docs/algorithms/waffle.md
 ALONE = PARTS[2]  # the names of the fields of the model that an agent trains alone start with it
 NEIGHBOURS, SCALE = 10, 0.1  # defaults of kNN-Per

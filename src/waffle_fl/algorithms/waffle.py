@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import isclose
 from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
@@ -38,7 +39,8 @@ from waffle_fl.algorithms.contract import (
     weighted_sum,
 )
 from waffle_fl.algorithms.fedavg import Local, Up
-from waffle_fl.constraints import at_least, between, check_fields, model_dependent, parameter
+from waffle_fl.algorithms.mixture import COUNT
+from waffle_fl.constraints import at_least, between, check_fields, each_at_least, model_dependent, parameter
 from waffle_fl.errors import WaffleError
 from waffle_fl.models.layers import Layers
 
@@ -113,14 +115,19 @@ class Waffle:
     """Which models are averaged: 0 the models that Alice received, 1 the models that she trained, or in between."""
     prediction: Literal["auto", "mixture", "model"] = "auto"
     """What predicts: Alice's model, or its mixture with the average model, a model trained alone and her nearest
-    training samples. auto: the mixture if she has validation samples, without private rounds."""
+    training samples. auto: the mixture if she has validation samples or `part_weights`, without private rounds."""
+    part_weights: tuple[float, ...] = parameter((), each_at_least(0), server_side=True)
+    """Weights of the mixture's four parts, as in earlier trials. Empty: chosen on Alice's validation samples."""
     cut: Cut = model_dependent(Cut())
 
     def __post_init__(self) -> None:
         check_fields(self)
+        given = self.part_weights
+        if given and (len(given) != COUNT or not isclose(sum(given), 1, abs_tol=1e-6)):
+            raise WaffleError(f"part_weights: expected {COUNT} numbers of sum 1, got {list(given)}")
 
     def for_validation(self, has_samples: bool) -> Waffle:
-        automatic: Literal["mixture", "model"] = "mixture" if has_samples else "model"
+        automatic: Literal["mixture", "model"] = "mixture" if has_samples or self.part_weights else "model"
         return replace(self, prediction=automatic) if self.prediction == "auto" else self
 
     @property

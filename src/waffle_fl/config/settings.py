@@ -362,7 +362,7 @@ def weighting_problems(weighting: str, methods: Iterable[str]) -> list[str]:
 
 def check_run(method: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> RunConfig:
     """Return the config of a run from plain values, or raise one error that lists all problems."""
-    known, own = parameters_of(Settings), options_of(method)
+    known, own, options = parameters_of(Settings), options_of(method), tuples(options)
     problems = problems_of(settings, known) + problems_of(options, own)
     if problems:
         raise WaffleError("; ".join(problems))

@@ -20,6 +20,7 @@ from waffle_fl.federation import Federation
 from waffle_fl.models import FlatModel
 
 TWO = ("personal", "received")  # names in a model file of the models whose outputs are mixed
+MIXTURE, NEIGHBOURS = "mixture", "neighbours"  # prefixes in a model file
 ROWS = 2000  # of an agent's own samples that are predicted at a time
 
 
@@ -49,7 +50,7 @@ def models_in(algorithm: Algorithm, model: FlatModel, net: Net) -> list[Net]:
 
 def memory_name(algorithm: Algorithm) -> str:
     """Return the prefix in a model file of what a prediction needs besides models; empty if it needs nothing."""
-    return "mixture" if mixes_predictions(algorithm) else "neighbours" if hasattr(algorithm, "answer") else ""
+    return MIXTURE if mixes_predictions(algorithm) else NEIGHBOURS if hasattr(algorithm, "answer") else ""
 
 
 class Memory(NamedTuple):
@@ -60,7 +61,7 @@ class Memory(NamedTuple):
     weights: Tensor | None = None  # of the parts of a mixture
 
 
-MEMORY_NAMES = frozenset(f"{prefix}.{field}" for prefix in ("mixture", "neighbours") for field in Memory._fields)
+MEMORY_NAMES = frozenset(f"{prefix}.{field}" for prefix in (MIXTURE, NEIGHBOURS) for field in Memory._fields)
 
 
 @torch.no_grad()
@@ -69,7 +70,7 @@ def memory_of(
 ) -> Memory | None:
     """Return what Alice's predictions need besides her models.
 
-    Weights come from her validation samples, features and labels from her training samples.
+    Weights come from her validation samples, unless they are given; features and labels from her training samples.
     """
     if not memory_name(algorithm):
         return None
@@ -87,6 +88,8 @@ def memory_of(
     memory = Memory(known, labels_of(own))
     if not mixes_predictions(algorithm):
         return memory
+    if given := getattr(algorithm, "part_weights", ()):
+        return memory._replace(weights=torch.tensor(given, dtype=torch.float64, device=model.device))
     predicted = torch.cat([_parts(model, models, memory, x) for x in samples_of(validation)], dim=1)
     return memory._replace(weights=weights_of(predicted, labels_of(validation)))
 

@@ -66,6 +66,9 @@ class ChosenTraining:
     options: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict
     )  # hyperparameters that follow from the rounds
+    part_weights: Mapping[str, Mapping[str, tuple[float, ...]]] = field(
+        default_factory=dict
+    )  # method -> Alice -> weights in her mixture of predictions
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method, and options that follow from the rounds."""
@@ -74,6 +77,8 @@ class ChosenTraining:
             shared = next((self.chosen[method] for method in reversed(JOINT) if method in self.chosen), {})
             found = {**shared, "final_model": "last", "final_round": 0}
         options = {**config.options, **self.options.get(config.method, {})}
+        if weights := self.part_weights.get(config.method, {}).get(config.settings.alice):
+            options["part_weights"] = weights
         return replace(config, settings=replace(config.settings, **found), options=options)
 
     def text(self) -> str:
@@ -144,9 +149,11 @@ def choose_training(
         m: {**common, **c, **({"final_round": round(trial.round)} if all_rows else {})}
         for m, (c, trial) in found.items()
     }
+    part_weights = {m: trials.part_weights(m, c, trial) for m, (c, trial) in found.items()} if all_rows else {}
     named = " and ".join(map(title_of, tried))
     reduced = (TRIED.format(named, title_of(tried[-1])),) if expensive and set(methods) - set(tried) else ()
-    return ChosenTraining(base.rounds, chosen_of, scores, reduced, shortened_options(options, cut))
+    weights = {m: some for m, some in part_weights.items() if some}
+    return ChosenTraining(base.rounds, chosen_of, scores, reduced, shortened_options(options, cut), weights)
 
 
 def _improves(found: Mapping[str, tuple[Candidate, BestRound]], rounds: int) -> bool:

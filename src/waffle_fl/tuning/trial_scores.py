@@ -29,6 +29,7 @@ class BestRound(NamedTuple):
 
     round: float
     score: ValidationScore
+    folder: str = ""  # of the trial's runs
 
 
 DIVERGED = BestRound(1, ValidationScore(-1.0, WORST))  # of runs that did not reach their last round

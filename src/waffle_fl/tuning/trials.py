@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from waffle_fl.config import RunConfig, Settings
+from waffle_fl.engines.mixed_outputs import MIXTURE, mixes_predictions
 from waffle_fl.experiment import Listener, Runtime, alices, all_alices_of, execute
 from waffle_fl.federation import index_of
+from waffle_fl.inference.trained_run import MODEL
+from waffle_fl.tensorfile import read_named, read_shapes
 from waffle_fl.tuning.trial_scores import BestRound, RunList, ValidationScore, best_candidate, best_first
 
 Candidate: TypeAlias = Mapping[str, Any]  # settings
@@ -42,7 +45,17 @@ class Trials:
         }
         execute([run for group in runs.values() for run in group], self.runtime, self.listener, until)
         rounds = until or s.rounds
-        return {m: [self.best_round(group, rounds) for (own, _), group in runs.items() if own == m] for m, _ in runs}
+        found = {key: self.best_round(group, rounds)._replace(folder=key[1]) for key, group in runs.items()}
+        return {m: [best for (own, _), best in found.items() if own == m] for m, _ in runs}
+
+    def part_weights(self, method: str, candidate: Candidate, trial: BestRound) -> dict[str, tuple[float, ...]]:
+        """Return by Alice the weights of her mixture of predictions in a trial; empty if the method has none."""
+        s = replace(self.base, **candidate, test="none")
+        runs = _runs(method, s, self.options, self.folder / trial.folder, self.runtime)
+        if trial.score.accuracy < 0 or not mixes_predictions(runs[0][0].algorithm()):
+            return {}
+        files = {config.settings.alice: folder / MODEL for config, folder in runs}
+        return {alice: _part_weights_in(file) for alice, file in files.items()}
 
     def compared(
         self, methods: Sequence[str], candidates: Sequence[Candidate], until: int | None = None
@@ -74,6 +87,11 @@ class Trials:
         samples = validation_samples(self.base, self.runtime)
         first = {m: best_candidate([trial.score for trial in some], samples) for m, some in found.items()}
         return {m: (candidates[tried[m][k]], found[m][k]) for m, k in first.items()}
+
+
+def _part_weights_in(file: Path) -> tuple[float, ...]:
+    weights = read_named(file, tuple(read_shapes(file)))[f"{MIXTURE}.weights"]
+    return tuple(weights.tolist())
 
 
 def _name(candidate: int) -> str:
