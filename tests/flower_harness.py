@@ -45,7 +45,7 @@ def run_arguments(rounds: int, out: Path, **settings: Any) -> list[str | Path]:
     """Return the arguments of the same run for the command line."""
     given = {**SMALL, "rounds": rounds, "model": "mlp", **settings}
     flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return ["run", "waffle", *flags, "--out", out]
+    return ["run", "waffle-paper", *flags, "--out", out]
 
 
 def federation(folder: Path, names: Sequence[str], data: str = "digits", **settings: Any) -> Path:

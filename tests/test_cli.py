@@ -139,7 +139,7 @@ psi = 3
 def test_all_problems_of_flags_are_reported_at_once(here: Path) -> None:
     """All flags with invalid values are refused in one message, before anything is written."""
     flags = ["--lr", "-0.1", "--rounds", "0", "--batch-size", "0", "--epochs", "0", "--momentum", "nan", "--clip", "-1"]
-    line = refusal(waffle("run", "waffle", *flags))
+    line = refusal(waffle("run", "waffle-paper", *flags))
     for name in ("lr", "rounds", "batch_size", "epochs", "momentum", "clip"):
         assert f"{name}: expected" in line
     assert list(here.iterdir()) == []
@@ -171,7 +171,7 @@ def test_all_problems_of_flags_are_reported_at_once(here: Path) -> None:
 )
 def test_a_flag_with_an_invalid_value_is_named(flags: list[str], what: str) -> None:
     """A value of the wrong type or range is refused in one line that names the flag or the value."""
-    assert what in refusal(waffle("run", "waffle", *SMALL, "--out", "run", *flags))
+    assert what in refusal(waffle("run", "waffle-paper", *SMALL, "--out", "run", *flags))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_one_split_and_one_seed_are_not_ignored(here: Path) -> None:
 @pytest.mark.parametrize("alice", ["10", "99999", "-1", "bob", "agent 10", "1.5", "", "²", "٣x"])
 def test_an_unknown_alice_is_refused(here: Path, alice: str) -> None:
     """A number out of range or an unknown name is refused with the valid range or names."""
-    line = refusal(waffle("run", "waffle", *SMALL, f"--alice={alice}"))
+    line = refusal(waffle("run", "waffle-paper", *SMALL, f"--alice={alice}"))
     assert "between 0 and 9" in line or "agent 0, agent 1" in line
     assert list(here.iterdir()) == []
 
@@ -276,7 +276,7 @@ def finite_rounds(folder: Path, count: int) -> list[dict[str, Any]]:
 
 def test_a_single_agent_is_local_training(here: Path) -> None:
     """WAFFLE with one agent gives her all the weight and notes that it equals Local."""
-    shown = waffle("run", "waffle", *SMALL, "--agents", "1", "--out", "run")
+    shown = waffle("run", "waffle-paper", *SMALL, "--agents", "1", "--out", "run")
     assert shown.code == 0
     assert "a single agent: this is Local" in shown.words
     assert all(line["weights"] == [1.0] for line in finite_rounds(here / "run", 3))
@@ -284,7 +284,7 @@ def test_a_single_agent_is_local_training(here: Path) -> None:
 
 def test_two_agents_have_equal_weights(here: Path) -> None:
     """WAFFLE with two agents uses equal weights and notes that the paper's formula is 0/0."""
-    shown = waffle("run", "waffle", *SMALL, "--agents", "2", "--out", "run")
+    shown = waffle("run", "waffle-paper", *SMALL, "--agents", "2", "--out", "run")
     assert shown.code == 0
     assert "two agents: the paper's weights are 0/0" in shown.words
     rounds = finite_rounds(here / "run", 3)
@@ -302,8 +302,8 @@ def test_every_method_runs_with_one_and_with_two_agents(here: Path, method: str,
 def test_few_rounds_are_noted(here: Path) -> None:
     """Fewer than 20 rounds of WAFFLE print a note; 20 rounds and other methods do not."""
     note = "fewer than 20 rounds"
-    assert note in waffle("run", "waffle", *SMALL, "--out", "a").words
-    assert note not in waffle("run", "waffle", *SMALL, "--rounds", "20", "--out", "b").words
+    assert note in waffle("run", "waffle-paper", *SMALL, "--out", "a").words
+    assert note not in waffle("run", "waffle-paper", *SMALL, "--rounds", "20", "--out", "b").words
     assert note not in waffle("run", "scaffold", *SMALL, "--out", "c").words
     assert any(note in line for line in json.loads((here / "a" / "provenance.json").read_text())["notes"])
 
@@ -313,7 +313,7 @@ def test_few_rounds_are_noted(here: Path) -> None:
 def test_an_extreme_schedule_runs_with_finite_numbers(here: Path, schedule: str, denominator: str) -> None:
     """A huge slope and a slope of 0 give finite weights in every round."""
     flags = ["--omega", schedule, "--psi", schedule, "--denominator", denominator, "--out", "run", "--quiet"]
-    assert waffle("run", "waffle", *SMALL, *flags).code == 0
+    assert waffle("run", "waffle-paper", *SMALL, *flags).code == 0
     finite_rounds(here / "run", 3)
 
 
@@ -364,7 +364,7 @@ def test_a_schedule_that_leaves_its_range_is_refused_with_round_and_value(
     schedules: str, name: str, function: str, r: int, value: str
 ) -> None:
     """A user-defined schedule that returns no number in [0, 1] is refused with the round and the value."""
-    shown = waffle("run", "waffle", *SMALL, f"--{name}", f"{schedules}:{function}", "--out", "run", "--quiet")
+    shown = waffle("run", "waffle-paper", *SMALL, f"--{name}", f"{schedules}:{function}", "--out", "run", "--quiet")
     assert f"{name}({r}) of 3 rounds is {value}" in refusal(shown)
 
 
@@ -373,7 +373,7 @@ def test_a_schedule_that_leaves_its_range_is_refused_with_round_and_value(
 )
 def test_a_built_in_schedule_that_leaves_its_range_is_refused(schedule: str, value: str) -> None:
     """A built-in schedule whose parameters take it out of [0, 1] is refused in the same way."""
-    line = refusal(waffle("run", "waffle", *SMALL, "--omega", schedule, "--out", "run", "--quiet"))
+    line = refusal(waffle("run", "waffle-paper", *SMALL, "--omega", schedule, "--out", "run", "--quiet"))
     assert "omega" in line
     assert value in line
 
@@ -381,7 +381,7 @@ def test_a_built_in_schedule_that_leaves_its_range_is_refused(schedule: str, val
 def test_a_user_defined_schedule_is_used(here: Path, schedules: str) -> None:
     """A user-defined schedule sets the value of every round and is recorded by its name."""
     flags = ["--omega", f"{schedules}:half", "--out", "run", "--quiet"]
-    assert waffle("run", "waffle", *SMALL, *flags).code == 0
+    assert waffle("run", "waffle-paper", *SMALL, *flags).code == 0
     assert [line["omega"] for line in finite_rounds(here / "run", 3)] == [0.5] * 3
     assert json.loads((here / "run" / "config.json").read_text())["options"]["omega"] == f"{schedules}:half"
 

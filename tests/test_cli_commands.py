@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 def test_progress_goes_to_stderr_and_results_to_stdout(here: Path) -> None:
     """Progress and notes go to stderr; the table and the folder go to stdout."""
-    shown = waffle("run", "waffle", *SMALL, "--out", "run")
+    shown = waffle("run", "waffle-paper", *SMALL, "--out", "run")
     assert shown.code == 0
     assert "1 run: WAFFLE" in shown.err
     assert "3/3" in shown.err
@@ -43,8 +43,8 @@ def test_progress_goes_to_stderr_and_results_to_stdout(here: Path) -> None:
 
 def test_quiet_prints_nothing_on_stderr(here: Path) -> None:
     """With --quiet stderr is empty and stdout is unchanged."""
-    loud = waffle("run", "waffle", *SMALL, "--out", "run")
-    quiet = waffle("run", "waffle", *SMALL, "--out", "run", "--quiet")
+    loud = waffle("run", "waffle-paper", *SMALL, "--out", "run")
+    quiet = waffle("run", "waffle-paper", *SMALL, "--out", "run", "--quiet")
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out == loud.out
     assert waffle("data", "digits", "--quiet").err == ""
@@ -52,7 +52,7 @@ def test_quiet_prints_nothing_on_stderr(here: Path) -> None:
 
 def test_json_is_one_document_and_nothing_else(here: Path) -> None:
     """With --json stdout is one JSON document with the folder, the config and the result."""
-    shown = waffle("run", "waffle", *SMALL, "--out", "run", "--json")
+    shown = waffle("run", "waffle-paper", *SMALL, "--out", "run", "--json")
     content = strict(shown.out)
     assert content["run"] == "run"
     assert content["config"] == json.loads((here / "run" / "config.json").read_text())
@@ -117,7 +117,7 @@ def test_no_color_is_respected_on_a_terminal(arguments: tuple[str, ...]) -> None
 def test_there_are_no_escape_codes_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """With NO_COLOR and no terminal, neither stdout nor stderr contains an escape code."""
     monkeypatch.setenv("NO_COLOR", "1")
-    shown = waffle("run", "waffle", *SMALL, "--out", "run")
+    shown = waffle("run", "waffle-paper", *SMALL, "--out", "run")
     assert shown.code == 0
     assert ESCAPE not in shown.out + shown.err
     assert "run folder: run\n" in shown.out
@@ -357,7 +357,20 @@ def test_a_killed_bench_resumes(bench: Bench, here: Path) -> None:
 
 def test_agents_whose_runs_diverge_are_named(here: Path) -> None:
     """With `--alice all` all results are printed, then one line names the diverged runs; the exit code is 2."""
-    command = ("run", "waffle", *SMALL, "--agents", "3", "--alice", "all", "--lr", "1e38", "--out", "all", "--quiet")
+    command = (
+        "run",
+        "waffle-paper",
+        *SMALL,
+        "--agents",
+        "3",
+        "--alice",
+        "all",
+        "--lr",
+        "1e38",
+        "--out",
+        "all",
+        "--quiet",
+    )
     shown = waffle(*command)
     assert shown.code == 2
     assert "run folders: all" in shown.out

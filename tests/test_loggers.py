@@ -61,7 +61,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 def test_tensorboard_has_every_round(here: Path) -> None:
     """Accuracy, losses and one weight per agent, by name, are logged at the steps 1 to 4."""
     pytest.importorskip("tensorboard", reason="logging to TensorBoard needs tensorboard")
-    shown = waffle("run", "waffle", *SMALL, "--validation", "0.2", "--quiet", "--out", "run", "--log", "tensorboard")
+    shown = waffle(
+        "run", "waffle-paper", *SMALL, "--validation", "0.2", "--quiet", "--out", "run", "--log", "tensorboard"
+    )
     assert shown.code == 0, shown.err
     found = events(here / "run" / "tensorboard")
     rounds = read_rounds(here / "run" / "rounds.jsonl")
@@ -78,7 +80,7 @@ def test_tensorboard_has_every_round(here: Path) -> None:
 def test_tensorboard_after_an_interruption(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run shows each round once, including those before the interruption."""
     pytest.importorskip("tensorboard", reason="logging to TensorBoard needs tensorboard")
-    command = ("run", "waffle", *SMALL, "--quiet", "--out", "run", "--log", "tensorboard")
+    command = ("run", "waffle-paper", *SMALL, "--quiet", "--out", "run", "--log", "tensorboard")
     interrupt(monkeypatch, after=3)
     assert waffle(*command).code == 130
     assert waffle(*command).code == 0
@@ -87,7 +89,7 @@ def test_tensorboard_after_an_interruption(here: Path, monkeypatch: pytest.Monke
 
 def test_mlflow_has_params_metrics_and_artifacts(here: Path, mlflow: Any) -> None:
     """A run in ./mlruns has every setting, every round, the model and the result."""
-    shown = waffle("run", "waffle", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
+    shown = waffle("run", "waffle-paper", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
     assert shown.code == 0, shown.err
     client = mlflow.MlflowClient(tracking_uri=(here / "mlruns").as_uri())
     known = json.loads((here / "run" / "mlflow.json").read_text())
@@ -109,7 +111,7 @@ def test_mlflow_has_params_metrics_and_artifacts(here: Path, mlflow: Any) -> Non
 
 def test_mlflow_after_an_interruption(here: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run continues the same MLflow run and logs no round twice."""
-    command = ("run", "waffle", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
+    command = ("run", "waffle-paper", *SMALL, "--quiet", "--out", "run", "--log", "mlflow")
     interrupt(monkeypatch, after=3)
     assert waffle(*command).code == 130
     client = mlflow.MlflowClient(tracking_uri=(here / "mlruns").as_uri())

@@ -79,7 +79,7 @@ def hospital(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(folder / "data" / f"{name}.csv", rows(k, 40))
     write(folder / "new.csv", rows(5, 12))
     line = ["--data", folder / "data", "--target", "ill", "--alice", "north", "--rounds", "12", "--batch-size", "8"]
-    shown = waffle("run", "waffle", *line, "--lr", "0.1", "--quiet", "--device", "cpu", "--out", folder / "run")
+    shown = waffle("run", "waffle-paper", *line, "--lr", "0.1", "--quiet", "--device", "cpu", "--out", folder / "run")
     assert shown.code == 0, shown.err
     return folder
 

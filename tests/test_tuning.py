@@ -185,7 +185,7 @@ def test_a_search_can_be_extended(full_search: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_search_resumes(full_search: Path, tmp_path: Path, signal_number: signal.Signals) -> None:
     """After Ctrl-C or SIGKILL the same command resumes and gives the record of the uninterrupted search."""
-    line = ["tune", "waffle", *SMALL, "--out", tmp_path / "out", "--trials", "8", "--checkpoint-seconds", "0"]
+    line = ["tune", "waffle-paper", *SMALL, "--out", tmp_path / "out", "--trials", "8", "--checkpoint-seconds", "0"]
     process = start(*line)
     while not list((tmp_path / "out").glob("trial-000[4-7]")):
         assert process.poll() is None, process.communicate()[1]
@@ -346,7 +346,7 @@ def test_a_method_without_a_space_searches_its_step_size() -> None:
 def test_progress_is_printed(full_search: Path) -> None:
     """Without --quiet a search prints its progress on stderr; a finished search trains nothing more."""
     flags = [flag for flag in SMALL if flag != "--quiet"]
-    shown = waffle("tune", "waffle", *flags, "--out", full_search, "--trials", "8", "--parallel-trials", "4")
+    shown = waffle("tune", "waffle-paper", *flags, "--out", full_search, "--trials", "8", "--parallel-trials", "4")
     assert shown.code == 0
     assert "8 trials of WAFFLE, 8 already done" in shown.err
     assert "default" in shown.out

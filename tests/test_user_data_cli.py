@@ -150,7 +150,7 @@ def test_an_agent_called_all_is_refused() -> None:
 def test_a_run_with_leave_out_finishes(capsys: pytest.CaptureFixture[str]) -> None:
     """`--leave-out` on a data folder trains the remaining agents and writes the page, also when resumed."""
     arguments = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")
-    code, out, err = waffle(capsys, "run", "waffle", *arguments)
+    code, out, err = waffle(capsys, "run", "waffle-paper", *arguments)
     run = Path("runs/clinics-waffle-1-without-south")
     assert (code, err) == (0, "")
     assert str(run) in out
@@ -165,7 +165,7 @@ def test_non_ascii_names_have_separate_folders(capsys: pytest.CaptureFixture[str
     for seed, name in enumerate(("北京", "上海", "north")):
         Path("医院", f"{name}.csv").write_text(rows(seed, 20, False))
     arguments = ("--data", "医院", "--target", "ill", "--rounds", "1", "--quiet")
-    code, _, err = waffle(capsys, "run", "waffle", *arguments, "--alice", "all")
+    code, _, err = waffle(capsys, "run", "waffle-paper", *arguments, "--alice", "all")
     assert (code, err) == (0, "")
     (found,) = (path for path in Path("runs").iterdir() if not path.name.startswith("."))
     alices = [json.loads(path.read_text())["settings"]["alice"] for path in found.glob("*/config.json")]
