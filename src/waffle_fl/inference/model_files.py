@@ -91,7 +91,7 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-class Memory(nn.Module):
+class MemoryBuffers(nn.Module):
     """Buffers: features and labels of training samples, and the weights of a mixture."""
 
     features: Tensor
@@ -104,9 +104,9 @@ class Memory(nn.Module):
             self.register_buffer(name, tensor.clone())
 
 
-def memory_in(module: nn.Module) -> Memory | None:
+def memory_in(module: nn.Module) -> MemoryBuffers | None:
     """Return what a module stores of training samples; None for most methods."""
-    return next((part for part in module.modules() if isinstance(part, Memory)), None)
+    return next((part for part in module.modules() if isinstance(part, MemoryBuffers)), None)
 
 
 class MixedPredictions(nn.Module):
@@ -116,7 +116,7 @@ class MixedPredictions(nn.Module):
         super().__init__()
         for name in PARTS:
             self.add_module(name, parts[name])
-        self.mixture = Memory(memory)
+        self.mixture = MemoryBuffers(memory)
 
     def forward(self, x: Tensor) -> Tensor:
         first, *others = (self.get_submodule(name) for name in PARTS)
@@ -133,7 +133,7 @@ class WithNeighbours(nn.Module):
         self, model: nn.Module, answer: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], memory: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
-        self.model, self.answer, self.neighbours = model, answer, Memory(memory)
+        self.model, self.answer, self.neighbours = model, answer, MemoryBuffers(memory)
 
     def forward(self, x: Tensor) -> Tensor:
         output, features = output_and_features(self.model, self.model, x)
