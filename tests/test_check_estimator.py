@@ -14,7 +14,7 @@ from sklearn.utils.estimator_checks import check_estimator, parametrize_with_che
 from torch import nn
 
 from conftest import make_federation, refusal
-from waffle_fl import PersonalizedClassifier, PersonalizedRegressor, WafflePaper
+from waffle_fl import PersonalizedClassifier, PersonalizedRegressor, Waffle
 from waffle_fl.errors import Diverged
 
 QUICK: dict[str, Any] = {"rounds": 2, "batch_size": 8, "device": "cpu"}
@@ -159,8 +159,8 @@ def test_wrong_data_is_refused_in_one_line(kind: Any, given: Any, word: str) -> 
 @pytest.mark.parametrize(
     ("parameters", "word"),
     [
-        ({"method": WafflePaper()}, "expected a name or module:Class such as 'waffle', got WafflePaper("),
-        ({"method": WafflePaper}, "such as 'waffle', got <class"),
+        ({"method": Waffle()}, "expected a name or module:Class such as 'waffle', got Waffle("),
+        ({"method": Waffle}, "such as 'waffle', got <class"),
         ({"method": None}, "such as 'waffle', got None"),
         ({"options": [1]}, "options: expected a mapping"),
         ({"model": 3}, "model: expected a name, a torch module or a factory"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "wrong", "right"),
     [
-        (["run", "wafle"], "wafle", "waffle-paper"),
+        (["run", "wafle"], "wafle", "waffle"),
         (["run", "Scafold"], "Scafold", "scaffold"),
         (["rum", "waffle-paper"], "rum", "run"),
         (["data", "digitz"], "digitz", "digits"),
@@ -63,7 +63,7 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one(
         ('methods = ["waffle-paper"]\nbatch-size = 16\n', "batch-size", "batch_size", 2),
         ('# momentun\nmethods = ["waffle-paper"]\n  momentun = 0.9\n', "momentun", "momentum", 3),
         ('method = ["waffle-paper"]\nmethods = ["waffle-paper"]\n', "method", "methods", 1),
-        ('methods = ["waffle-paper"]\n[wafle]\nclip = 1\n', "wafle", "waffle-paper", 2),
+        ('methods = ["waffle-paper"]\n[wafle]\nclip = 1\n', "wafle", "waffle", 2),
         ('methods = ["waffle-paper"]\n[waffle-paper]\n\nomeg = "sigmoid(3)"\n', "omeg", "omega", 4),
     ],
     ids=lambda value: "" if "\n" in str(value) else str(value),
@@ -223,13 +223,13 @@ lr = 0.2
 clip = 1.0
 [variants.fast]
 lr = 0.5
-waffle = {control = "paper"}
+waffle-paper = {control = "paper"}
 [variants.other]
 methods = ["local"]
 """
     path = toml(here, text.replace("[waffle-paper]\nclip = 1.0\n", ""))
     shown = waffle("bench", path, "--dry-run", "--out", "out")
-    assert shown.out.splitlines() == ["out/fast/digits-C-waffle-1", "out/other/digits-C-local-1"]
+    assert shown.out.splitlines() == ["out/fast/digits-C-waffle-paper-1", "out/other/digits-C-local-1"]
     fast = load_experiments(Path(toml(here, text.replace('[variants.other]\nmethods = ["local"]\n', ""))))[0]
     assert fast.settings.lr == 0.5
     assert fast.options["waffle-paper"] == {"clip": 1.0, "control": "paper"}

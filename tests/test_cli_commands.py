@@ -395,7 +395,7 @@ def test_the_demo_experiment_is_valid() -> None:
     """The experiment of `waffle demo` is valid and plans 7 methods x 5 splits x 3 seeds."""
     path = Path(cli.__file__).with_name("demo.toml")
     assert tomllib.loads(path.read_text())["schema"] == 1
-    assert len(experiment.plan(load_experiment(path), Path("demo"))) == 7 * 5 * 3
+    assert len(experiment.plan(load_experiment(path), Path("demo"))) == 8 * 5 * 3
 
 
 # --- report

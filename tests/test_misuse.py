@@ -73,7 +73,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "engine": (lambda: run(engine="lop"), "engine: unknown 'lop', did you mean loop?"),
     "Alice": (lambda: run(alice=7), "alice: expected an agent from 0 to 3, got 7"),
     "nothing to run": (lambda: simulate([], make_model(), rounds=1), "specs: expected at least one RunSpec, got none"),
-    "a class": (lambda: run(WafflePaper), "algorithm: expected an instance such as WafflePaper()"),
+    "a class": (lambda: run(WafflePaper), "algorithm: expected an instance such as Waffle()"),
     "input size": (lambda: run(model=FlatModel(nn.Linear(10, CLASSES))), "expects 10 features, got 5"),
     "a tuple": (lambda: run(model=FlatModel(Pair)), "returns one tensor of shape (batch, outputs), got a tuple"),
     "arguments": (lambda: FlatModel(nn.Linear), "which needs in_features, out_features"),  # type: ignore[arg-type]

@@ -250,10 +250,10 @@ def test_helpers_and_shared_training_use_the_lr_of_the_round(kind: Any) -> None:
 
 
 def test_averaging_is_a_setting_of_every_method() -> None:
-    """WAFFLE-kin takes it as its own hyperparameter; for the others it belongs to the optimiser; 0 turns it off."""
+    """WAFFLE takes it as its own hyperparameter; for the others it belongs to the optimiser; 0 turns it off."""
     assert check_run("fedavg", {"averaging": 0.5}, {}).algorithm() == FedAvg(SGD(averaging=0.5))
-    assert check_run("waffle", {"averaging": 0.5}, {}).algorithm() == Waffle(averaging=0.5)
-    assert check_run("waffle", {}, {}).algorithm() == Waffle()
+    assert check_run("waffle", {"averaging": 0.5}, {}).algorithm() == Waffle(averaging=0.5, prediction="model")
+    assert check_run("waffle", {}, {}).algorithm() == Waffle(prediction="model")
     assert fitted(check_run("fedavg", {"averaging": 0}, {}).algorithm()) == FedAvg()
     assert "Waffle has a hyperparameter of this name" in refusal(fitted, Waffle(SGD(averaging=0.5)))
 
@@ -317,7 +317,7 @@ def test_a_file_that_weights_methods_that_do_not_average_is_refused(tmp_path: Pa
     """`weighting` at the top of a file names the methods that would ignore it; per method it is accepted."""
     file = tmp_path / "weighted.toml"
     file.write_text('methods = ["fedavg", "waffle-paper"]\nweighting = "samples"\n')
-    assert "weighting: waffle would ignore it" in refusal(load_experiments, file)
+    assert "weighting: waffle-paper would ignore it" in refusal(load_experiments, file)
     file.write_text('methods = ["fedavg", "waffle-paper"]\nfedavg.weighting = "samples"\n')
     assert load_experiments(file)[0].options["fedavg"] == {"weighting": "samples"}
 

@@ -65,7 +65,7 @@ def run(settings: dict[str, Any], method: str, folder: Path) -> None:
 
 
 def test_methods_for_alice_alone_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WaffleError, match="waffle, which trains for Alice alone: use alice = all"):
+    with pytest.raises(WaffleError, match="waffle-paper, which trains for Alice alone: use alice = all"):
         run({"scored": "all"}, "waffle-paper", tmp_path / "waffle-paper")
     with pytest.raises(WaffleError, match="expected alice with the attack sign-flip"):
         run({"scored": "all", "attack": "sign-flip"}, "fedavg", tmp_path / "attacked")

@@ -31,7 +31,7 @@ Details: TypeAlias = Literal["all", "figures", "accuracy", "late", "none"]  # va
 SCORES = ("best", "last", "selected", "metrics")  # of a result, which a record of late rounds leaves out
 LATE = (0.94, 1.0)  # shares of the rounds: the last one before WAFFLE's Alice trains alone, and the end
 
-WEIGHING = ("waffle-paper", "weight-erosion")
+WEIGHING = ("waffle", "waffle-paper", "weight-erosion")
 ROW_SETTINGS = ("split", "shift", "seed", "shares", "alice")  # settings in the name of a row, and the seed
 
 
@@ -238,7 +238,7 @@ def _columns(run: FinishedRun, details: Details, first_seed: bool) -> dict[str, 
         kept |= {"loss", "validation_accuracy", "validation_rmse", "omega", "screened"}
     shown = run.rounds
     if details == "late":
-        kept -= set() if run.config.method in (*WEIGHING, "waffle") else {"attackers_weight"}
+        kept -= set() if run.config.method in WEIGHING else {"attackers_weight"}
         shown = list({line["round"]: line for share in LATE if (line := round_at(run, share))}.values())
     rounds = [{key: _short(value) for key, value in line.items() if key in kept} for line in shown]
     return {key: [line.get(key) for line in rounds] for key in sorted(set().union(*rounds))}

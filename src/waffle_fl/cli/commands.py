@@ -32,7 +32,15 @@ from waffle_fl.cli.flags import options_class, parse, settings_class
 from waffle_fl.cli.progress import Folder, Notes, Output, ProgressFlags, default_folder, live
 from waffle_fl.cli.tournament import check_tournament, run_tournament
 from waffle_fl.cli.training import TRAINING_HELP, TrainingOption, chosen_training
-from waffle_fl.config import Experiment, RunConfig, check_name, check_run, load_experiment, load_experiments
+from waffle_fl.config import (
+    Experiment,
+    RunConfig,
+    check_name,
+    check_run,
+    load_experiment,
+    load_experiments,
+    option_types,
+)
 from waffle_fl.decision.measurement import SHARED
 from waffle_fl.decision.study import ALONE, decidable
 from waffle_fl.errors import WaffleError, writable
@@ -68,6 +76,8 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if method else 2
     if method == "waffle" and "--as-printed" in arguments:
         return run(["waffle-paper", *_printed_flags(arguments), *(a for a in arguments[1:] if a != "--as-printed")])
+    if method == "waffle":
+        _check_names_of_the_paper(arguments)
     algorithm, settings = algorithm_of(method), settings_class(method=method)
     printed = Annotated[bool, tyro.conf.arg(help=PRINTED_HELP.format(f"waffle-paper {' '.join(_printed_flags())}"))]
     kind = dataclasses.make_dataclass(
@@ -102,6 +112,14 @@ def run(arguments: Sequence[str]) -> int:
     if all_agents:
         return _finish_all_agents(runs, folder, args.runtime, args.output)
     return _finish(runs, args.runtime, args.output)
+
+
+def _check_names_of_the_paper(arguments: Sequence[str]) -> None:
+    """Raise if a flag of the paper's algorithm is given to WAFFLE, which has other options."""
+    own, other = ({name.replace("_", "-") for name in option_types(m)} for m in ("waffle", "waffle-paper"))
+    odd = next((a for a in arguments if a.startswith("--") and a[2:].split("=")[0] in other - own), None)
+    if odd:
+        raise WaffleError(f"{odd.split('=')[0]} belongs to the paper's algorithm: waffle run waffle-paper")
 
 
 def _printed_flags(given: Sequence[str] = ()) -> list[str]:

@@ -63,7 +63,7 @@ def jobs_of(tournament: Tournament, data: Sequence[str] = (), methods: Sequence[
     ]
 
 
-class Part(NamedTuple):
+class TrainingPart(NamedTuple):
     """What one process trains at a time: a trial of the tuning, or columns of the tables."""
 
     trial: TuningTrial
@@ -123,10 +123,10 @@ class _JobRun:
     def __init__(self, tournament: Tournament, job: TournamentJob, out: Path, runtime: Runtime) -> None:
         self.job, self.running, self.is_done, self.failure = job, 0, False, ""
         self._stages = _stages(tournament, job, record_file(out, tournament, job.data), runtime)
-        self._parts: list[Part] = []
+        self._parts: list[TrainingPart] = []
         self._began, self._lines = 0.0, 0
 
-    def next_part(self) -> Part | None:
+    def next_part(self) -> TrainingPart | None:
         """Return a part that can train now; a stage begins when the one before is complete."""
         if not self._parts and not self.running and not self.is_done:
             self._began = self._began or time.time()
@@ -155,11 +155,13 @@ class _JobRun:
         return f"{name}: {'' if self.is_done else 'stopped after '}{self._lines} lines, {seconds:.0f} s"
 
 
-def _stages(tournament: Tournament, job: TournamentJob, path: Path, runtime: Runtime) -> Iterator[list[Part]]:
+def _stages(tournament: Tournament, job: TournamentJob, path: Path, runtime: Runtime) -> Iterator[list[TrainingPart]]:
     """Yield the trials that a job's record lacks, then, with the chosen trial, the columns."""
     tasks, method = tournament.data[job.data], job.method
     known = tuned(read_lines(path))
-    trials = [Part(trial) for trial in tournament.trials(method, tasks) if trial_key(method, trial) not in known]
+    trials = [
+        TrainingPart(trial) for trial in tournament.trials(method, tasks) if trial_key(method, trial) not in known
+    ]
     if trials:
         yield trials
     lines = read_lines(path)
@@ -177,10 +179,10 @@ def _stages(tournament: Tournament, job: TournamentJob, path: Path, runtime: Run
         for columns in _stacks(tasks, runtime)
     ]
     if any(missing):
-        yield [Part(chosen, columns) for columns in missing if columns]
+        yield [TrainingPart(chosen, columns) for columns in missing if columns]
 
 
-def _train_part(file: Path, out: Path, runtime: Runtime, job: TournamentJob, part: Part) -> int | str:
+def _train_part(file: Path, out: Path, runtime: Runtime, job: TournamentJob, part: TrainingPart) -> int | str:
     """Train a part and write its lines. Return their number, or why it failed."""
     tournament = load_tournament(file)
     tasks = tournament.data[job.data]
