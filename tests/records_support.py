@@ -23,7 +23,7 @@ BINDING = {"binding": {"results_version": "1", "torch": "2", "device": "cpu", "d
 ROUNDS = 6
 
 
-def config(method: str = "waffle", **settings: Any) -> RunConfig:
+def config(method: str = "waffle-paper", **settings: Any) -> RunConfig:
     given = {"data": "synthetic", "model": "linear", "rounds": ROUNDS, "samples_per_agent": 20, **settings}
     return check_run(method, given, {})
 

@@ -303,7 +303,7 @@ def test_options_by_split_reach_their_runs(bench: Bench) -> None:
             assert config["options"]["clip"] == {"C": 1.5, "A": 2.5}[split]
             assert config["options"]["omega"] == {"C": "sigmoid(3.2)", "A": "constant(0.25)"}[split]
             assert config["options"]["eta_g"] == 0.5
-    rounds = read_rounds(bench.out / "synthetic-A-waffle-1" / "rounds.jsonl")
+    rounds = read_rounds(bench.out / "synthetic-A-waffle-paper-1" / "rounds.jsonl")
     assert {line["omega"] for line in rounds} == {0.25}
 
 
@@ -338,7 +338,7 @@ def test_finished_runs_are_skipped(bench: Bench, monkeypatch: pytest.MonkeyPatch
 def test_a_killed_bench_resumes(bench: Bench, here: Path) -> None:
     """After SIGKILL the same command finishes the bench with bitwise identical results."""
     out = here / "out"
-    line = ("waffle-paper", "bench", bench.file, "--out", out, "--quiet", "--checkpoint-seconds", "0")
+    line = ("waffle", "bench", bench.file, "--out", out, "--quiet", "--checkpoint-seconds", "0")
     child = fork_server.shared().start(*line)
     while not any(len(read_rounds(path)) >= 3 for path in out.glob("*/rounds.jsonl")):
         assert child.poll() is None

@@ -447,12 +447,12 @@ def test_the_page_in_a_browser(chromium: Any, study: Decision, tmp_path: Path) -
         assert verdict(study.views[1], "waffle", "accuracy") in text
         tab.select_option("#method", label="FedAvg")
         assert "With FedAvg" in tab.locator('[data-of="method"]:visible').inner_text()
-        cells = tab.locator("#matrix-waffle td")
+        cells = tab.locator("#matrix-weight-erosion td")
         before = cells.all_inner_texts()
-        tab.locator("#range-waffle").focus()
+        tab.locator("#range-weight-erosion").focus()
         tab.keyboard.press("End")
-        assert tab.locator("#range-waffle + output").inner_text() == "round 6"
-        last = [100 * share for v in study.views for share in v.update_weights["waffle"][-1]]
+        assert tab.locator("#range-weight-erosion + output").inner_text() == "round 6"
+        last = [100 * share for v in study.views for share in v.update_weights["weight-erosion"][-1]]
         assert [float(text) for text in cells.all_inner_texts()] == pytest.approx(last, abs=0.6)
         assert cells.all_inner_texts() != before
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

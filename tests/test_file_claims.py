@@ -255,4 +255,4 @@ def test_costly_attacks_are_counted(clone: Path) -> None:
     )
     assert "0 of 16 cases without the guard, 4 with it: 8 per cell" in " ".join(text.split())
     assert "| FedAvg | 0 | 0 | 0.0 (A, sign-flip(3) x 3) |" in text
-    assert "| WAFFLE | 0 | 4 | 40.1 (A, backdoor x 3) |" in text
+    assert "| WAFFLE (paper) | 0 | 4 | 40.1 (A, backdoor x 3) |" in text

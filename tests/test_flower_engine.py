@@ -62,7 +62,7 @@ def hospitals(folder: Path, target: str = "ward") -> Path:
     return folder
 
 
-def tables(method: str = "waffle", **settings: Any) -> RunConfig:
+def tables(method: str = "waffle-paper", **settings: Any) -> RunConfig:
     given = {"target": "ward", "alice": "south", "batch_size": 8, "rounds": 3, "precision": "float64"}
     given |= {"min_category": 5}
     return check_run(method, {"data": "hospitals", "guard": "standard", **given, **settings}, {})

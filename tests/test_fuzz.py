@@ -259,7 +259,7 @@ omega = "sigmoid(3.2)"
 clip = 2
 denominator = "max"
 
-[waffle.eta_g]
+[waffle-paper.eta_g]
 A = 1.0
 B = 1.0
 "C*" = 0.5

@@ -131,7 +131,7 @@ def test_the_state_matches_the_run_folders(trained: Path) -> None:
     assert [(site["name"], site["state"]) for site in state["sites"]] == [(name, "unknown") for name in SITES]
     every, first = state["jobs"]
     assert (first["name"], first["method"], first["status"], first["round"], first["rounds"]) == (
-        *("first", "WAFFLE", "finished"),
+        *("first", "WAFFLE (paper)", "finished"),
         *(3, 3),
     )
     (run,) = first["runs"]

@@ -236,6 +236,6 @@ def test_a_federation_in_one_table() -> None:
     runs += [run("local", "z", 1, None)]  # a single class has no AUC
     *_, local, waffle = every_alice.to_markdown(runs, "auc").splitlines()
     assert local == "| Local | 62.50 ± 3.54 | 55.00 ± 7.07 | – |"
-    assert waffle == "| WAFFLE | **75.00 ± 7.07** | **70.00 ± 14.14** | 75% |"
+    assert waffle == "| WAFFLE (paper) | **75.00 ± 7.07** | **70.00 ± 14.14** | 75% |"
     with pytest.raises(WaffleError, match="choose from"):
         every_alice.to_markdown(runs, "beauty")

@@ -315,7 +315,7 @@ def test_the_best_trial_as_a_command() -> None:
     config = check_run(
         "waffle-paper", {"split": "A*", "lr": 0.05, "augment": True}, {"omega": "step(0.2)", "clip": 2.0}
     )
-    assert command(config) == "waffle run waffle --split 'A*' --lr 0.05 --augment --omega 'step(0.2)'"
+    assert command(config) == "waffle run waffle-paper --split 'A*' --lr 0.05 --augment --omega 'step(0.2)'"
 
 
 def test_the_listener_receives_every_trial(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_progress_is_printed(full_search: Path) -> None:
     flags = [flag for flag in SMALL if flag != "--quiet"]
     shown = waffle("tune", "waffle-paper", *flags, "--out", full_search, "--trials", "8", "--parallel-trials", "4")
     assert shown.code == 0
-    assert "8 trials of WAFFLE, 8 already done" in shown.err
+    assert "8 trials of WAFFLE (paper), 8 already done" in shown.err
     assert "default" in shown.out
     assert "8 of 8 trials" in shown.out
 

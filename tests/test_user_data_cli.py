@@ -50,7 +50,7 @@ def test_a_run_on_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = waffle(capsys, "run", "waffle-paper", *flags)
     assert code == 0
     assert "clinics for south" in out
-    run = Path("runs/clinics-waffle-1-south")
+    run = Path("runs/clinics-waffle-paper-1-south")
     prepared = Preprocessing.from_json(json.loads((run / "preprocessing.json").read_text()))
     assert prepared.features == ("age", "ward=a", "ward=b")
     provenance = json.loads((run / "provenance.json").read_text())
@@ -172,7 +172,7 @@ def test_non_ascii_names_have_separate_folders(capsys: pytest.CaptureFixture[str
     assert sorted(alices) == ["north", "上海", "北京"]
     labels = {alice: Settings(data="clinics", alice=alice) for alice in ("north wing", "北京", "上海")}
     north, *others = (RunConfig(method="waffle-paper", settings=settings).label for settings in labels.values())
-    assert north == "clinics-waffle-1-north-wing"
+    assert north == "clinics-waffle-paper-1-north-wing"
     assert len({check_name(label) for label in others}) == 2
 
 
