@@ -111,7 +111,9 @@ def test_a_round_without_some_agents_averages_the_others(tmp_path: Path) -> None
 
 
 def test_settings_name_the_choices() -> None:
-    assert "expected 'reset' or 'keep' or 'average', got 'kept'" in refusal(SGD, 0.1, 0.9, momentum_between_rounds="kept")
+    assert "expected 'reset' or 'keep' or 'average', got 'kept'" in refusal(
+        SGD, 0.1, 0.9, momentum_between_rounds="kept"
+    )
     assert Settings(momentum_between_rounds="average").momentum_between_rounds == "average"
 
 

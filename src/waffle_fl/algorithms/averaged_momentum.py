@@ -52,7 +52,7 @@ class AveragedMomentum(Wrapper):
 
 
 def with_averaged_momentum(algorithm: Algorithm) -> AveragedMomentum:
-    """Return the algorithm with averaged velocities; raise WaffleError if it averages no models, or by a robust rule."""
+    """Return the algorithm with averaged velocities; raise WaffleError unless it averages models by their mean."""
     method = algorithm.unwrapped if isinstance(algorithm, Wrapper) else algorithm
     if not getattr(method, "averages_momentum", False):
         raise WaffleError(

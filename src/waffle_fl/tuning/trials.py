@@ -38,7 +38,9 @@ class Trials:
         """
         s = replace(self.base, test="none")
         runs = {
-            (m, at): _runs(m, replace(s, **{**self.changes.get(m, {}), **c}), self.options, self.folder / at, self.runtime)
+            (m, at): _runs(
+                m, replace(s, **{**self.changes.get(m, {}), **c}), self.options, self.folder / at, self.runtime
+            )
             for (m, at), c in trials.items()
         }
         execute([run for group in runs.values() for run in group], self.runtime, self.listener, until)
