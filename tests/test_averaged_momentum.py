@@ -31,7 +31,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a)._fields == type(b)._fields and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("sgd", [AVERAGE, ADAM])
+@pytest.mark.parametrize("sgd", [AVERAGE, ADAM, replace(ADAM, lr_decay=0.9, averaging=0.5)])
 @pytest.mark.parametrize("kind", [FedAvg, FedAvgFT])
 def test_a_run_resumes_to_the_same_bits(kind: Any, sgd: Any) -> None:
     """The server's state holds the mean velocity, so a resumed run equals the uninterrupted run."""
