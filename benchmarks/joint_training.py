@@ -3,9 +3,11 @@
     python -m benchmarks.joint_training FOLDER [NAME ...]
 
 FOLDER holds one folder or file per agent. A fifth of the training rows is held out, by two different seeds of the
-split; test rows are not used. Each line of results/joint-training.jsonl is one way to train, named as in VARIANTS: the
-accuracy on held-out rows in percent, per agent and as their mean, averaged over the last quarter of the rounds and over
-the seeds. Pooled training is a plain loop in PyTorch on the rows of all agents; everything else is this software.
+split; test rows are not used. Each line of results/joint-training.jsonl is one way to train, as in VARIANTS, or as in
+PHOTOGRAPHS for data of such a name (`benchmarks.decide_time` writes photographs-750): the accuracy on held-out rows in
+percent, per agent and as their mean, averaged over the last quarter of the rounds and over the seeds.
+
+Pooled training is a plain loop in PyTorch on the rows of all agents; everything else is this software.
 Every row is used as often in each of them, unless the name says otherwise.
 """
 
@@ -36,6 +38,9 @@ RECORD, PAGE = Path("results/joint-training.jsonl"), Path("docs/decision.md")
 SEEDS = (0, 1)  # of the split into training and held-out rows
 ROUNDS, BATCH, LR = 20, 32, 0.003
 SHIFTS = {"augment": True, "flips": False}
+FLIPS = {"augment": True}
+AVERAGED = {"momentum_between_rounds": "average"}
+SIX = {"rounds": 6 * ROUNDS, "epochs": 1 / 6}  # averages per epoch
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pooled": ("pooled", {}),
     "pooled, shifts": ("pooled", SHIFTS),
@@ -51,7 +56,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg+FT, lr 0.01": ("fedavg-ft", {"lr": 0.01}),
     "FedAvg+FT, shifts, 40 rounds": ("fedavg-ft", {**SHIFTS, "rounds": 2 * ROUNDS}),
     "WAFFLE, shifts": ("waffle-paper", SHIFTS),
+    "FedAvg, batches of 10": ("fedavg", {"batch_size": 10}),
+    "FedAvg, batches of 10, lr 0.006, six averages per epoch": ("fedavg", {"batch_size": 10, "lr": 0.006, **SIX}),
+    "FedAvg, moments averaged": ("fedavg", AVERAGED),
+    "FedAvg, moments averaged, batches of 10": ("fedavg", {**AVERAGED, "batch_size": 10}),
+    "FedAvg+FT, batches of 10": ("fedavg-ft", {"batch_size": 10}),
+    "FedAvg+FT, moments averaged": ("fedavg-ft", AVERAGED),
+    "FedAvg+FT, moments averaged, batches of 10": ("fedavg-ft", {**AVERAGED, "batch_size": 10}),
+    "FedAvg+FT, moments averaged, batches of 10, shifts": ("fedavg-ft", {**AVERAGED, "batch_size": 10, **SHIFTS}),
 }
+PHOTOGRAPHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Local, shifts and flips": ("local", FLIPS),
+    "FedAvg+FT, shifts and flips": ("fedavg-ft", FLIPS),
+    "FedAvg+FT, moments averaged, shifts and flips": ("fedavg-ft", {**AVERAGED, **FLIPS}),
+    "FedAvg+FT, moments averaged, batches of 8, shifts and flips": (
+        "fedavg-ft",
+        {**AVERAGED, **FLIPS, "batch_size": 8},
+    ),
+}
+
+
+def variants_of(data: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the ways to train that are measured on a data set, by its name."""
+    return PHOTOGRAPHS if data.startswith("photographs") else VARIANTS
 
 
 def settings_of(data: str, split_seed: int, **changed: Any) -> Settings:
@@ -114,7 +141,7 @@ def accuracy(net: nn.Module, federation: Federation) -> dict[str, float]:
 
 def line_of(data: Path, name: str) -> dict[str, Any]:
     """Return one line of the record."""
-    method, changed = VARIANTS[name]
+    method, changed = variants_of(data.name)[name]
     scores: dict[str, list[float]] = {}
     for seed in SEEDS:
         federation = all_alices_of(settings_of(str(data), seed), Runtime())
@@ -142,9 +169,9 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def read_record() -> list[dict[str, Any]]:
-    """Return the lines of the record in the order of VARIANTS."""
+    """Return the lines of the record, by data set and in the order of its ways to train."""
     lines = [json.loads(text) for text in RECORD.read_text(encoding="utf-8").splitlines()] if RECORD.exists() else []
-    return sorted(lines, key=lambda line: list(VARIANTS).index(line["training"]))
+    return sorted(lines, key=lambda line: (line["data"], list(variants_of(line["data"])).index(line["training"])))
 
 
 def main() -> None:
@@ -152,16 +179,18 @@ def main() -> None:
     parser.add_argument("data", type=Path, metavar="FOLDER")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of VARIANTS; default: those that the record lacks")
     given = parser.parse_args()
-    odd = [name for name in given.names if name not in VARIANTS]
+    variants = variants_of(given.data.name)
+    odd = [name for name in given.names if name not in variants]
     if odd:
-        parser.error(f"expected names from {', '.join(map(repr, VARIANTS))}, got {odd[0]!r}")
-    known = {line["training"] for line in read_record()}
-    for name in given.names or [name for name in VARIANTS if name not in known]:
+        parser.error(f"expected names from {', '.join(map(repr, variants))}, got {odd[0]!r}")
+    known = {line["training"] for line in read_record() if line["data"] == given.data.name}
+    for name in given.names or [name for name in variants if name not in known]:
         line = line_of(given.data, name)
         print(json.dumps(line), flush=True)
-        kept = [one for one in read_record() if one["training"] != name]
+        kept = [one for one in read_record() if (one["data"], one["training"]) != (given.data.name, name)]
         RECORD.write_text("".join(f"{json.dumps(one)}\n" for one in [*kept, line]), encoding="utf-8")
-    write_between(PAGE, "joint training", table(read_record()))
+    for data in {line["data"] for line in read_record()}:
+        write_between(PAGE, f"joint training of {data}", table([one for one in read_record() if one["data"] == data]))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (SGD, {"lr": True}, "lr: expected a finite number, got True"),
     (SGD, {"momentum": 5}, "momentum: expected a number from 0 to below 1, got 5"),
     (SGD, {"weight_decay": -1}, "weight_decay: expected at least 0, got -1"),
-    (SGD, {"momentum_between_rounds": "kep"}, "expected 'reset' or 'keep', got 'kep', did you mean 'keep'?"),
+    (
+        SGD,
+        {"momentum_between_rounds": "kep"},
+        "expected 'reset' or 'keep' or 'average', got 'kep', did you mean 'keep'?",
+    ),
     (WafflePaper, {"eta_g": -1}, "eta_g: expected a number above 0, got -1"),
     (WafflePaper, {"clip": -1}, "clip: expected at least 0, got -1"),
     (WafflePaper, {"denominator": "typo"}, "denominator: expected 'max' or 'range', got 'typo'"),

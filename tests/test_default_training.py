@@ -37,6 +37,7 @@ from waffle_fl.tuning.default_training import (
     given_settings,
     grid_for,
     has_rare_classes,
+    joint_training,
     rounds_for,
 )
 from waffle_fl.tuning.trial_scores import ValidationScore, best_candidate, best_first, common_round, own_rounds
@@ -234,6 +235,50 @@ def test_expensive_augmentation_is_chosen_per_method_and_rounds_end_with_the_las
     assert training.options == shortened_options(options, 6 - training.rounds)
 
 
+@pytest.mark.usefixtures("small_grid")
+def test_joint_models_of_images_average_the_moments_in_smaller_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedAvg+FT trains so in the trials and afterwards; Local and a method that was not tried train as before."""
+    monkeypatch.setattr(budget, "TRIALS", 1)
+    s = Settings(data=str(write_images(tmp_path / "images")), alice="all")
+    methods = ["local", TUNED, "waffle"]
+    training = choose_training(s, methods, {TUNED: {"tuning": 2}}, (), tmp_path / "t", Runtime(workers=1), Listener())
+    shapes = {}
+    for method in methods:
+        found = training.applied(RunConfig(method=method, settings=s)).settings
+        shapes[method] = (found.batch_size, found.momentum_between_rounds)
+    assert shapes == {"local": (32, "keep"), TUNED: (16, "average"), "waffle": (32, "keep")}
+    for path in (tmp_path / "t").glob("*/*/config.json"):
+        config = json.loads(path.read_text())
+        tried = config["settings"]["batch_size"], config["settings"]["momentum_between_rounds"]
+        assert tried == shapes[config["method"]]
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "given", "expected"),
+    [
+        ({}, {}, (), {"momentum_between_rounds": "average", "batch_size": 16}),
+        ({"batch_size": 12}, {}, (), {"momentum_between_rounds": "average", "batch_size": 8}),
+        ({"batch_size": 5}, {}, (), {"momentum_between_rounds": "average", "batch_size": 5}),
+        ({}, {}, ("batch_size",), {"momentum_between_rounds": "average"}),
+        ({}, {}, ("momentum_between_rounds",), {"batch_size": 16}),
+        ({"privacy": "masked"}, {}, (), {}),
+        ({"attack": "sign-flip"}, {}, (), {}),
+        ({"participation": 0.5}, {}, (), {}),
+        ({}, {"fedavg": {"aggregation": "median"}}, (), {}),
+    ],
+)
+def test_joint_training_follows_the_agents_and_keeps_what_is_given(
+    tmp_path: Path, more: dict[str, Any], options: Any, given: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    """Two agents halve the batch of 32, with at least 8 images. Series and tables train as before."""
+    s = Settings(data=str(write_images(tmp_path / "images")), alice="all")
+    federation = all_alices_of(s, Runtime())
+    assert joint_training(replace(s, **more), federation, options, given) == expected
+    assert joint_training(s, replace(federation, x=federation.x.flatten(2)), {}, ()) == {}
+
+
 @pytest.mark.parametrize(("cut", "tuning"), [(0, 5), (2, 3), (7, 1)])
 def test_a_shorter_training_tunes_in_the_same_rounds(settings: Settings, cut: int, tuning: int) -> None:
     """Agents tune alone from the same round as in the trials, if rounds after the last one whose model is used are cut.
@@ -299,6 +344,7 @@ def test_the_grid_depends_on_the_data(settings: Settings) -> None:
 def test_flags_on_the_command_line_are_recognised() -> None:
     """Flags with a value after a space or an equals sign count as given."""
     assert given_settings(["folder", "--lr", "0.1", "--weight-decay=0.2", "--seeds", "1"]) == ["lr", "weight_decay"]
+    assert given_settings(["folder", "--batch-size", "8"]) == ["batch_size"]
 
 
 @pytest.mark.usefixtures("small_grid")

@@ -56,7 +56,9 @@ def test_keeping_differs_from_resetting_from_the_second_round_on() -> None:
 
 
 def test_a_misspelt_choice_is_refused() -> None:
-    assert "expected 'reset' or 'keep', got 'kept'" in refusal(SGD, 0.1, 0.9, momentum_between_rounds="kept")
+    assert "expected 'reset' or 'keep' or 'average', got 'kept'" in refusal(
+        SGD, 0.1, 0.9, momentum_between_rounds="kept"
+    )
 
 
 def test_without_momentum_there_is_nothing_to_keep() -> None:

@@ -39,6 +39,7 @@ Weights: TypeAlias = Tensor  # (N,), float64
 State: TypeAlias = Any  # a NamedTuple of tensors, private to its algorithm
 AsMethod: TypeAlias = Literal["method"]  # an option of the optimiser that the method sets itself
 AS_METHOD: AsMethod = "method"
+BetweenRounds: TypeAlias = Literal["reset", "keep", "average"]  # what becomes of the velocity after a round
 
 TINY = 1e-300
 NEARLY_EQUAL = 1e-12
@@ -195,7 +196,7 @@ class SGD:
     lr: float = parameter(0.1, above(0))
     momentum: float = parameter(0.0, below_one())
     weight_decay: float = parameter(0.0, at_least(0))
-    momentum_between_rounds: Literal["reset", "keep"] = "reset"
+    momentum_between_rounds: BetweenRounds = "reset"
     clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
     lr_decay: float = parameter(1.0, share())
     averaging: float = parameter(0.0, between(0, 1))
@@ -207,6 +208,11 @@ class SGD:
     def keeps_velocity(self) -> bool:
         """Whether the velocity is part of an agent's state."""
         return self.momentum > 0 and self.momentum_between_rounds == "keep"
+
+    @property
+    def averages_velocity(self) -> bool:
+        """Whether the server averages the velocity."""
+        return self.momentum > 0 and self.momentum_between_rounds == "average"
 
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0
@@ -245,7 +251,7 @@ class Adam:
     lr: float = parameter(0.001, above(0))
     momentum: float = parameter(0.9, below_one())
     weight_decay: float = parameter(0.0, at_least(0))
-    momentum_between_rounds: Literal["reset", "keep"] = "reset"
+    momentum_between_rounds: BetweenRounds = "reset"
     second: float = parameter(0.999, below_one())
     clip: float | AsMethod = parameter(AS_METHOD, unless(AS_METHOD, at_least(0)))
     lr_decay: float = parameter(1.0, share())
@@ -258,6 +264,11 @@ class Adam:
     def keeps_velocity(self) -> bool:
         """Whether the moments are part of an agent's state."""
         return self.momentum_between_rounds == "keep"
+
+    @property
+    def averages_velocity(self) -> bool:
+        """Whether the server averages the moments."""
+        return self.momentum_between_rounds == "average"
 
     def step(
         self, y: Rows, velocity: Rows, g: Rows, correction: Rows | None = None, clip: float = 0.0

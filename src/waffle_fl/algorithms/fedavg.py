@@ -114,6 +114,7 @@ class FedAvg:
         cite="McMahan et al., AISTATS 2017",
         order=10,
     )
+    averages_momentum: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0), search=CLIP)

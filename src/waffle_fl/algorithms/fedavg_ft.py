@@ -47,6 +47,7 @@ class FedAvgFT:
         in_words="a shared global model, fine-tuned by each agent on its own data",
         order=90,
     )
+    averages_momentum: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

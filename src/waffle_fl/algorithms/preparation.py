@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from waffle_fl.algorithms.averaged_models import AveragedModels
+from waffle_fl.algorithms.averaged_momentum import with_averaged_momentum
 from waffle_fl.algorithms.contract import Algorithm
 from waffle_fl.algorithms.hooks import ModelDependent
 from waffle_fl.algorithms.kept_momentum import KeptMomentum
@@ -29,6 +30,8 @@ def for_model(algorithm: Algorithm, layers: Layers) -> Algorithm:
         prepared = LrDecay(prepared)
     if sgd.keeps_velocity:
         prepared = KeptMomentum(prepared)
+    if sgd.averages_velocity:
+        prepared = with_averaged_momentum(prepared)
     if sgd.averaging:
         prepared = AveragedModels(prepared)
     return prepared

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from waffle_fl import attacks
 from waffle_fl.algorithms import ALGORITHMS, SGD, Adam, Algorithm, algorithm_of, hyperparameters
-from waffle_fl.algorithms.contract import AS_METHOD, AsMethod
+from waffle_fl.algorithms.contract import AS_METHOD, AsMethod, BetweenRounds
 from waffle_fl.algorithms.hooks import ValidationDependent
 from waffle_fl.batches import Remainder, steps_of
 from waffle_fl.config.checking import floats, problems_of, tuples
@@ -143,8 +143,8 @@ class Settings:
     """Optimiser of the agents. adam uses the usual moments 0.9 and 0.999 and decoupled weight decay."""
     momentum: float = parameter(0.0, constraint_of(SGD, "momentum"))
     """Momentum of local SGD."""
-    momentum_between_rounds: Literal["reset", "keep"] = "reset"
-    """Reset the momentum (adam: the moments) to zero in each round, or keep it as part of the agent's state."""
+    momentum_between_rounds: BetweenRounds = "reset"
+    """Momentum (adam: moments) after a round: reset to zero, kept in the agent's state, or averaged by the server."""
     weight_decay: float = parameter(0.0, constraint_of(SGD, "weight_decay"))
     """Weight decay of the local steps."""
     clip: float | AsMethod = parameter(AS_METHOD, constraint_of(SGD, "clip"))

@@ -27,7 +27,10 @@ from waffle_fl.tensorfile import read_named
 ALONE = "local"
 DEFAULT = (ALONE, SHARED, "waffle", "ditto")
 PREDICTIONS = "predictions.safetensors"
-CHOSEN = ("lr", "weight_decay", "model", "augment", "flips", "final_model", "final_round")  # may differ between methods
+CHOSEN = (  # may differ between methods
+    *("lr", "weight_decay", "model", "augment", "flips", "final_model", "final_round"),
+    *("batch_size", "momentum_between_rounds"),
+)
 PHASES = 20  # maximum number of slider positions
 LONGEST_LABEL = 120  # characters of a folder's name
 

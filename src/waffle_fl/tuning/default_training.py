@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from waffle_fl.algorithms import title_of
+from waffle_fl.attacks import NONE
 from waffle_fl.config import RunConfig, Settings
 from waffle_fl.decision.budget import TRIED, budget_for, is_expensive
 from waffle_fl.decision.measurement import JOINT, shortened_options
@@ -45,6 +46,7 @@ IMAGES: tuple[dict[str, Any], ...] = (
     {"lr": 0.003, "augment": True, "flips": True},
     {"lr": 0.003},
 )
+SMALLEST_BATCH = 8  # of an agent in joint models of images
 STEPS = 400  # mini-batches of the median agent, from which the number of rounds follows
 FEWEST_ROUNDS, MOST_ROUNDS = 20, 160
 MOST_WORK = 60_000  # images or series times rounds, beyond which the rounds are not doubled
@@ -52,7 +54,10 @@ STILL_IMPROVING = 0.8  # share of the rounds: a later best round means that trai
 PROXIES = ("local", *JOINT)
 FINALISTS = 2  # augmentations that train to the end, of those that were compared after half of the rounds
 RARE = 0.8  # share of the most frequent class from which a round is selected by its loss
-TUNED = (*RECIPE, "rounds", "lr", "weight_decay", "model", "augment", "flips", "selected_by", "final_round")
+TUNED = (
+    *(*RECIPE, *("rounds", "lr", "weight_decay", "model", "augment", "flips", "batch_size", "selected_by")),
+    "final_round",
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,14 @@ class ChosenTraining:
     part_weights: Mapping[str, Mapping[str, tuple[float, ...]]] = field(
         default_factory=dict
     )  # method -> Alice -> weights in her mixture of predictions
+    others: Mapping[str, Any] = field(default_factory=dict)  # what methods that were not tried do not take from these
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a run's config with the settings chosen for its method, and options that follow from the rounds."""
         found = self.chosen.get(config.method)
         if found is None:  # not tried: trained as the shared model, to the last round
             shared = next((self.chosen[method] for method in reversed(JOINT) if method in self.chosen), {})
-            found = {**shared, "final_model": "last", "final_round": 0}
+            found = {**shared, **self.others, "final_model": "last", "final_round": 0}
         options = {**config.options, **self.options.get(config.method, {})}
         if weights := self.part_weights.get(config.method, {}).get(config.settings.alice):
             options["part_weights"] = weights
@@ -126,7 +132,9 @@ def choose_training(
     candidates = _without(given, grid_for(base, federation))
     tried = [m for m in methods if m in PROXIES] if expensive else list(methods)
     all_rows = not {"validation", "final_model", "final_round"}.intersection(given)
-    trials = Trials(base, options, folder, runtime, listener, common_round if all_rows else own_rounds)
+    joint = joint_training(base, federation, options, given)
+    changes = {m: joint if m in JOINT else {} for m in methods}
+    trials = Trials(base, options, folder, runtime, listener, common_round if all_rows else own_rounds, changes)
     if expensive and len(candidates) > 1:
         scores, found = trials.halved(tried, candidates, FINALISTS if differ_in_augmentation(candidates) else 1)
     else:
@@ -146,14 +154,32 @@ def choose_training(
         base = replace(base, validation=0.0)
     common = {name: getattr(base, name) for name in (*free, "rounds")}
     chosen_of = {
-        m: {**common, **c, **({"final_round": round(trial.round)} if all_rows else {})}
+        m: {**common, **changes[m], **c, **({"final_round": round(trial.round)} if all_rows else {})}
         for m, (c, trial) in found.items()
     }
     part_weights = {m: trials.part_weights(m, c, trial) for m, (c, trial) in found.items()} if all_rows else {}
     named = " and ".join(map(title_of, tried))
     reduced = (TRIED.format(named, title_of(tried[-1])),) if expensive and set(methods) - set(tried) else ()
     weights = {m: some for m, some in part_weights.items() if some}
-    return ChosenTraining(base.rounds, chosen_of, scores, reduced, shortened_options(options, cut), weights)
+    others = {name: getattr(base, name) for name in joint}
+    return ChosenTraining(base.rounds, chosen_of, scores, reduced, shortened_options(options, cut), weights, others)
+
+
+def joint_training(
+    s: Settings, federation: Federation, options: Mapping[str, Mapping[str, Any]], given: Sequence[str]
+) -> dict[str, Any]:
+    """Return the settings with which FedAvg and FedAvg+FT train on images, unless they are given.
+
+    A step of all agents together uses about as many images as one of training alone, and moments are averaged: so they
+    train nearly as Adam does on all images. Where the server does not see updates, or must not rely on each of them,
+    and with partial participation, they train as the other methods do.
+    """
+    robust = s.attack != NONE or any("aggregation" in options.get(method, {}) for method in JOINT)
+    if len(federation.shape) != 3 or s.privacy != "off" or s.participation < 1 or robust:
+        return {}
+    batch = min(s.batch_size, max(SMALLEST_BATCH, s.batch_size // federation.agents))
+    found = {"momentum_between_rounds": "average", "batch_size": batch}
+    return {name: value for name, value in found.items() if name not in given}
 
 
 def _improves(found: Mapping[str, tuple[Candidate, BestRound]], rounds: int) -> bool:
@@ -210,7 +236,8 @@ def request_digest(
     factor: float = 1.0,
 ) -> str:
     """Return a short hash of a request and its data, the name of the folder of its trials."""
-    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), TABLES, IMAGES, SERIES, factor]
+    grids = [TABLES, IMAGES, SERIES, SMALLEST_BATCH]
+    made = [RESULTS_VERSION, all_alices_of(settings, runtime).digest(), *grids, factor]
     content = json.dumps([asdict(settings), sorted(methods), options, sorted(given), made], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 

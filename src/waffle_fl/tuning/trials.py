@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ class Trials:
     runtime: Runtime
     listener: Listener
     best_round: Callable[[RunList, int], BestRound]
+    changes: Mapping[str, Candidate] = field(default_factory=dict)  # method -> settings of all its candidates
 
     def best_rounds(
         self, trials: Mapping[tuple[str, str], Candidate], until: int | None = None
@@ -40,7 +41,9 @@ class Trials:
         """
         s = replace(self.base, test="none")
         runs = {
-            (m, at): _runs(m, replace(s, **c), self.options, self.folder / at, self.runtime)
+            (m, at): _runs(
+                m, replace(s, **{**self.changes.get(m, {}), **c}), self.options, self.folder / at, self.runtime
+            )
             for (m, at), c in trials.items()
         }
         execute([run for group in runs.values() for run in group], self.runtime, self.listener, until)
