@@ -13,7 +13,7 @@ import torch
 from cli_support import SMALL, refusal, strict, toml, waffle
 from waffle_fl import experiment
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.config import load_experiments
+from waffle_fl.config import RunConfig, check_run, load_experiments
 from waffle_fl.errors import WaffleError
 from waffle_fl.federation import Federation
 
@@ -515,3 +515,35 @@ def test_two_agents_of_one_name_are_refused() -> None:
     agents: Sequence[Any] = [("ward", (x[0], y, x[1], y)), ("clinic", (x[2], y, x[3], y)), ("ward", (x[3], y, x[0], y))]
     with pytest.raises(WaffleError, match="two agents are called 'ward'"):
         Federation.from_arrays(agents)
+
+
+# --- one WAFFLE, and the paper's
+
+
+def test_waffle_as_printed(here: Path) -> None:
+    """`waffle run waffle --as-printed` trains the paper's algorithm without its repairs; a flag given wins."""
+    for name, flags, clip in (("a", (), 0.0), ("b", ("--clip", "1"), 1.0)):
+        shown = waffle("run", "waffle", "--as-printed", *SMALL, *flags, "--out", name, "--quiet")
+        assert shown.code == 0, shown.err
+        config = json.loads((here / name / "config.json").read_text())
+        assert config["method"] == "waffle-paper"
+        found = {key: config["options"][key] for key in ("control", "denominator", "clip")}
+        assert found == {"control": "paper", "denominator": "range", "clip": clip}
+
+
+def test_options_of_the_paper_belong_to_waffle_paper(here: Path) -> None:
+    """A flag of the paper's algorithm, or the name that the method had before, ends in a line with the present name."""
+    assert "--omega belongs to the paper's algorithm: waffle run waffle-paper" in refusal(
+        waffle("run", "waffle", "--omega", "linear")
+    )
+    assert "unknown method 'waffle-kin': it is now 'waffle'" in refusal(waffle("run", "waffle-kin"))
+
+
+def test_configs_from_before_the_methods_were_renamed() -> None:
+    """A config with the paper's options is of waffle-paper, one of waffle-kin is of WAFFLE with one model."""
+    paper = check_run("waffle-paper", {}, {}).to_json()
+    assert RunConfig.from_json({**paper, "method": "waffle"}) == RunConfig.from_json(paper)
+    kin = check_run("waffle", {"validation": 0.2}, {"prediction": "model"}).to_json()
+    earlier = {key: value for key, value in kin["options"].items() if key not in ("prediction", "part_weights")}
+    read = RunConfig.from_json({**kin, "method": "waffle-kin", "options": earlier})
+    assert read.algorithm() == RunConfig.from_json(kin).algorithm()

@@ -29,7 +29,7 @@ from waffle_fl.experiment import Listener, Runtime, all_alices_of, execute
 from waffle_fl.federation import Federation
 from waffle_fl.models import builder, cnn_1d_gn, cnn_gn, cnn_pooled_gn
 from waffle_fl.records import read_rounds
-from waffle_fl.tensorfile import read_named
+from waffle_fl.tensorfile import read_named, read_shapes
 from waffle_fl.tuning import default_training
 from waffle_fl.tuning.default_training import (
     ChosenTraining,
@@ -90,6 +90,22 @@ def test_the_better_candidate_is_chosen_on_validation_data(settings: Settings, t
     assert other.lr == 0.05  # a method that was not tried trains as FedAvg does
     assert 3 <= training.rounds <= 6
     assert "lr 0.05" in training.text()
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_the_weights_of_a_mixture_come_from_the_trial(settings: Settings, tmp_path: Path) -> None:
+    """The final run has no validation rows; each Alice keeps the weights of her mixture in the chosen trial."""
+    training = choose_training(settings, ["local", "waffle"], {}, (), tmp_path / "t", Runtime(), Listener())
+    assert list(training.part_weights) == ["waffle"]
+    found = training.part_weights["waffle"]
+    assert sorted(found) == ["north", "south"]
+    assert found["north"] != found["south"]
+    config = training.applied(RunConfig(method="waffle", settings=replace(settings, alice="south")))
+    execute([(config, tmp_path / "run")], Runtime(), Listener())
+    file = tmp_path / "run" / "model.safetensors"
+    stored = read_named(file, tuple(read_shapes(file)))["mixture.weights"]
+    assert stored.tolist() == list(found["south"])
+    assert RunConfig.from_json(config.to_json()).algorithm() == config.algorithm()
 
 
 @pytest.mark.parametrize(

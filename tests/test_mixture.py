@@ -183,6 +183,34 @@ def test_weights_without_validation_samples() -> None:
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
 
 
+def test_given_weights_need_no_validation_samples() -> None:
+    """With weights from a trial the mixture predicts with them; other weights than four of sum 1 are refused."""
+    given = (0.0, 0.0, 1.0, 0.0)
+    federation = make_federation(alice=ALICE)
+    mixture, alone = (
+        outcomes_of(RunSpec(method, federation, 3), shared_model(), rounds=2)[-1].measured
+        for method in (Waffle(SGD(0.1), part_weights=given), Local(SGD(0.1), CLIP))
+    )
+    assert mixture["accuracy"] == alone["accuracy"]
+    assert mixture["loss"] == pytest.approx(alone["loss"], rel=1e-12)
+    for wrong in ((1.0,), (0.5, 0.5, 0.5, 0.5)):
+        assert "part_weights: expected 4 numbers of sum 1" in refusal(Waffle, part_weights=wrong)
+
+
+def test_the_mixture_is_the_default_with_validation_samples() -> None:
+    """`auto` mixes where Alice has validation samples, and not in private rounds."""
+    kinds = [
+        ({}, "model"),
+        ({"validation": 0.2}, "mixture"),
+        ({"validation": 0.2, "privacy": "masked"}, "model"),
+        ({"validation": 0.2, "privacy": "dp"}, "model"),
+    ]
+    for settings, expected in kinds:
+        assert check_run("waffle", settings, {}).algorithm().prediction == expected  # type: ignore[attr-defined]
+    assert RunSpec(Waffle(), with_validation(make_federation()), 1).algorithm.prediction == "mixture"  # type: ignore[attr-defined]
+    assert RunSpec(Waffle(), make_federation(), 1).algorithm.prediction == "model"  # type: ignore[attr-defined]
+
+
 def test_a_note_without_validation_samples() -> None:
     notes = []
     for share in (0.0, 0.2):
