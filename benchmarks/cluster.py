@@ -3,9 +3,10 @@
     python -m benchmarks.cluster --out results/cluster.jsonl
 
 Digits, MLP, 4 methods x 5 splits x 5 seeds. The local engine has two cores; a Ray cluster has one or two nodes on
-loopback with one core each, beside a head without cores. Each side is a process of its own; they take turns, the first
-turn is a warm-up, and the medians are compared. The start-up of a cluster and of its workers is reported separately.
-The CPU time is that of all processes of a side, so it does not depend on what else runs on the machine.
+loopback with one core each, beside a head without cores. All processes of a node, its raylet and its workers, are bound
+to the node's core, on Linux and in this benchmark only; the head and the driver may use every core. Each side is a
+process of its own; they take turns, the first turn is a warm-up, and the medians are compared. The start-up of a
+cluster and of its workers is reported separately. The CPU time is that of all processes of a side.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import platform
 import socket
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -54,8 +56,9 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
             head = {"num_cpus": 0, "include_dashboard": False, **free_ports()}
             cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
             stack.callback(cluster.shutdown)
-            for _ in range(nodes):
-                cluster.add_node(num_cpus=1, **free_ports())
+            for core in sorted(os.sched_getaffinity(0))[:nodes]:
+                with bound_to(core):
+                    cluster.add_node(num_cpus=1, **free_ports())
             cluster.wait_for_nodes()
             runtime = Runtime(device="cpu", workers=1, on="ray", address=cluster.address)
             connection.connect(cluster.address)
@@ -67,6 +70,17 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
             assert all(result["status"] == "finished" for result in results)
             used = sum(spent - cpu.get(one, 0.0) for one, spent in cpu_seconds(os.getpid()).items())
             pipe.send((time.perf_counter() - before, used))
+
+
+@contextmanager
+def bound_to(core: int) -> Iterator[None]:
+    """Bind the processes that start inside, and their children, to one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def free_ports() -> dict[str, int]:

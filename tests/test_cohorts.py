@@ -15,9 +15,10 @@ from conftest import BATCH, fitted, make_federation, outcomes_of, refusal, share
 from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Scaffold, Waffle, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS, contract
 from waffle_fl.config import check_run
-from waffle_fl.engines import cohort_sums, workers
+from waffle_fl.engines import cohort_sums, tree, workers
 from waffle_fl.engines.row_store import RowStore, initial_rows
-from waffle_fl.engines.run_spec import Outcome, initial_state, own_net
+from waffle_fl.engines.run_spec import Outcome, RoundSettings, initial_state, own_net
+from waffle_fl.engines.tree import replace_rows
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
 from waffle_fl.experiment.active_run import state_of, tensors_of
@@ -94,13 +95,32 @@ def test_every_method_agrees_or_says_why_not(method: str, tmp_path: Path) -> Non
         assert one.measured["loss"] == pytest.approx(other.measured["loss"], rel=1e-12)
 
 
-def test_blocks_of_a_sum_are_those_of_all_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of which few rows fit into a block has equal bits too."""
-    for module in (contract, cohort_sums):
-        monkeypatch.setattr(module, "BLOCK", 3 * shared_model().size)
-    memory, disk = pair(METHODS["scaffold"], RowStore(tmp_path))
-    assert torch.equal(memory[-1].state.server.x, disk[-1].state.server.x)
-    assert torch.equal(memory[-1].state.server.c, disk[-1].state.server.c)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("block", [contract.BLOCK, 3 * shared_model().size])
+def test_the_rows_of_a_cohort_give_the_bits_of_all_rows(block: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and records are equal if absent agents send zeros, also if few rows of the model fit into a block."""
+    monkeypatch.setattr(contract, "BLOCK", block)
+    spec, model = RunSpec(METHODS[name], make_federation(SIZES, alice=3), 1), shared_model(torch.float32)
+    spec = replace(spec, algorithm=fitted(spec.algorithm))
+    assert cohort_sums.applies(spec, RoundSettings(5), model.device)
+    cohorts = outcomes_of(spec, model, **QUARTER)
+    monkeypatch.setattr(cohort_sums, "applies", lambda *_: False)
+    for one, other in zip(cohorts, outcomes_of(spec, model, **QUARTER), strict=True):
+        assert {**one.measured, "seconds": 0} == {**other.measured, "seconds": 0}
+        states = [tensors_of(outcome.state) for outcome in (one, other)]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0].keys() | states[1].keys())
+
+
+def test_a_large_state_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a state in huge pages have the same numbers, and the earlier state keeps its own."""
+    before = {"x": torch.arange(12.0).view(4, 3), "n": torch.arange(4), "empty": torch.zeros(4, 0)}
+    rows, new = torch.tensor([1, 3]), {"x": torch.ones(2, 3), "n": torch.tensor([7, 8]), "empty": torch.zeros(2, 0)}
+    expected = replace_rows(before, rows, new)
+    monkeypatch.setattr(tree, "LARGE", 1)
+    found = replace_rows(before, rows, new)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert before["n"].tolist() == [0, 1, 2, 3]
+    assert found["n"].tolist() == [0, 7, 2, 8]
 
 
 def test_workers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

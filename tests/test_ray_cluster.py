@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,16 @@ def test_a_stopped_driver_leaves_every_run_resumable(shares_disk: bool, cluster:
     listener = Recorder()
     execute(runs, CPU, listener, until=max(rounds) + 1)
     assert sorted(listener.started.values()) == sorted(rounds)
+
+
+def test_a_core_trains_one_task_at_a_time(cluster: Any, tmp_path: Path) -> None:
+    """A task keeps its core while it reports, so no more tasks train at once than the cluster has cores."""
+    cores = sum(cluster.cpus())
+    configs = [check_run("fedavg", {**SMALL, "rounds": 1500, "seed": seed}, {}) for seed in range(1, 3 * cores + 1)]
+    runs = [(config, tmp_path / str(config.settings.seed)) for config in configs]
+    execute(runs, replace(ON_RAY, stack=1))
+    times = [tuple((folder / name).stat().st_mtime for name in ("config.json", "result.json")) for _, folder in runs]
+    assert max(sum(start <= begin < end for start, end in times) for begin, _ in times) <= cores
 
 
 def test_mistakes_end_in_one_line(cluster: Any, tmp_path: Path) -> None:

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from waffle_fl.engines.aggregation import Aggregated
 from waffle_fl.engines.run_spec import State
 
-Trained: TypeAlias = tuple[Any, Any]  # the agents' states after training, and their updates
+
+class Trained(NamedTuple):
+    """The agents of a run that took part: what they received, their states before and after, and their updates."""
+
+    down: Any
+    before: Any
+    after: Any
+    up: Any
 
 
 class Work(NamedTuple):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LARGE = 1 << 25  # bytes from which the C library gives freed memory back to the system, so that a copy is in new pages
 
 
 def tree_map(change: Callable[..., Any], state: Any, *others: Any) -> Any:
@@ -39,7 +42,16 @@ def pick_rows(state: Any, rows: Tensor) -> Any:
 
 def replace_rows(state: Any, rows: Tensor, new: Any) -> Any:
     """Return the state with the rows of these numbers replaced."""
-    return tree_map(lambda field, some: field.index_copy(0, rows, some), state, new)
+    return tree_map(lambda field, some: _copied(field).index_copy_(0, rows, some), state, new)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy; a large one in huge pages, which Linux provides in a third of the time that small ones take."""
+    if tensor.device.type != "cpu" or tensor.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return tensor.clone()
+    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def where_rows(mask: Tensor, new: Any, old: Any) -> Any:
