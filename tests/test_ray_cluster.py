@@ -195,10 +195,19 @@ def test_runs_are_divided_among_workers(tmp_path: Path) -> None:
     configs = [check_run(m, {**SMALL, "seed": seed}, {}) for m in ("fedavg", "pfedme") for seed in range(40)]
     prepared = [prepare(config, tmp_path, CPU, torch.device("cpu")) for config in configs]
     assert [len(stack) for stack in stacks_of(prepared, 32)] == [32, 8, 32, 8]
-    assert [len(stack) for stack in stacks_of(prepared, 64, workers=2)] == [20, 20] * 2
+    assert [len(stack) for stack in stacks_of(prepared, 64, workers=2)] == [14, 14, 13, 13, 13, 13]
     assert [len(stack) for stack in stacks_of(prepared[:3], 64, workers=8)] == [1, 1, 1]
     divided = [run.config for stack in stacks_of(prepared, 64, workers=100) for run in stack]
     assert sorted(map(str, divided)) == sorted(map(str, configs))
+
+
+def test_stacks_that_train_longest_come_first(tmp_path: Path) -> None:
+    """Runs that another run carries add no work: FedAvg's agents are trained by Ditto, whose stack comes last here."""
+    sizes = {"fedavg": 12, "ditto": 12, "pfedme": 15}
+    configs = [check_run(m, {**SMALL, "seed": seed}, {}) for m, count in sizes.items() for seed in range(count)]
+    prepared = [prepare(config, tmp_path, CPU, torch.device("cpu")) for config in configs]
+    found = [[run.config.method for run in stack] for stack in stacks_of(prepared, 64, workers=2)]
+    assert found == [["pfedme"] * 15] + [["ditto", "fedavg"] * 12]
 
 
 def test_a_worker_writes_only_files_of_a_run(tmp_path: Path) -> None:

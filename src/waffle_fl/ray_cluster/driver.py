@@ -148,7 +148,7 @@ class _Driver:
         needs, workers = self._needs(len(waiting))
         position = {id(self._prepared[i].spec): i for i in waiting}
         stacks = stacks_of([self._prepared[i] for i in waiting], self._runtime.stack, workers)
-        for runs in sorted(stacks, key=lambda runs: -sum(run.config.settings.rounds - run.start for run in runs)):
+        for runs in stacks:
             self._submit([position[id(run.spec)] for run in runs], needs)
         try:
             while self._active:
