@@ -117,9 +117,9 @@ def cluster() -> str:
 `python -m benchmarks.cluster --rounds {line["rounds"]} --turns {turns}`
 
 Digits, MLP, 4 methods x 5 splits x 5 seeds, {line["rounds"]} rounds. The local engine uses two cores, the nodes of a
-cluster on loopback have one core each for Ray's scheduler. Their processes are not bound to a core, so one node can use
-more than one, and the last bar is stricter than it should be. Medians of {turns} turn{"s" * (turns > 1)} after the
-first one, which starts the workers.
+cluster on loopback have one core each. All processes of a node are bound to its core (`os.sched_setaffinity`: Linux
+only, and in this benchmark only); the head of the cluster and the driver may use both cores. Medians of {turns}
+turn{"s" * (turns > 1)} after the first one, which starts the workers.
 
 {table(["side", "seconds", "CPU seconds", "first turn"], rows)}
 {table(["bar", "measured", "verdict"], bars)}

@@ -207,7 +207,7 @@ def test_stacks_that_train_longest_come_first(tmp_path: Path) -> None:
     configs = [check_run(m, {**SMALL, "seed": seed}, {}) for m, count in sizes.items() for seed in range(count)]
     prepared = [prepare(config, tmp_path, CPU, torch.device("cpu")) for config in configs]
     found = [[run.config.method for run in stack] for stack in stacks_of(prepared, 64, workers=2)]
-    assert found == [["pfedme"] * 15] + [["ditto", "fedavg"] * 12]
+    assert found == [["pfedme"] * 15, ["ditto", "fedavg"] * 12]
 
 
 def test_a_worker_writes_only_files_of_a_run(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def stacks_of(runs: Sequence[R], most: int, workers: int = 1) -> list[list[R]]:
     """Group runs with the same local training that are at the same round into stacks, with the runs they carry.
 
     A stack trains at most `most` runs. For several workers on which stacks train one by one, the largest groups are
-    divided further, until there are PER_WORKER stacks for each worker or stacks of SMALL runs, and the stacks that train
-    longest come first: short ones at the end leave workers idle for less time.
+    divided further, until there are PER_WORKER stacks for each worker or stacks of SMALL runs. The stacks that train
+    longest then come first: short ones at the end leave workers idle for less time.
     """
     groups = _groups(runs)
     pieces = [-(-len(group) // most) for group in groups]
