@@ -113,12 +113,13 @@ def cpu_seconds(root: int) -> dict[int, float]:
     return found
 
 
-def measure(rounds: int, turns: int, folder: Path) -> dict[str, Any]:
-    """Return the medians of all sides, and the two ratios."""
+def measure(rounds: int, turns: int, folder: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the medians of all sides, and the two ratios, of these turns and those of a record with as many rounds."""
     context = get_context("spawn")
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     cpu: dict[str, list[float]] = {name: [] for name in SIDES}
-    start_up, loads = {}, []
+    start_up: dict[str, float] = {}
+    loads: list[float] = []
     with ExitStack() as stack:
         pipes = {}
         for name, nodes in SIDES.items():
@@ -137,6 +138,10 @@ def measure(rounds: int, turns: int, folder: Path) -> dict[str, Any]:
                 seconds[name].append(round(took, 2))
                 cpu[name].append(round(used, 2))
                 print(turn, name, seconds[name][-1], cpu[name][-1], flush=True)
+    if known:
+        seconds = {name: known["all_seconds"][name] + values[1:] for name, values in seconds.items()}
+        cpu = {name: known["all_cpu_seconds"][name] + values[1:] for name, values in cpu.items()}
+        loads = known["load"] + loads[1:]
     middle = {name: median(values[1:]) for name, values in seconds.items()}
     work = {name: median(values[1:]) for name, values in cpu.items()}
     return {
@@ -160,10 +165,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/cluster.jsonl"))
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--add", action="store_true", help="add the turns to those of the record")
     given = parser.parse_args()
+    known = json.loads(given.out.read_text()) if given.add else {}
+    if known and known["rounds"] != given.rounds:
+        parser.error(f"expected the record's {known['rounds']} rounds with --add, got {given.rounds}")
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
     with tempfile.TemporaryDirectory() as folder:
-        line = {"part": "cluster", **machine, **measure(given.rounds, given.turns, Path(folder))}
+        line = {"part": "cluster", **machine, **measure(given.rounds, given.turns, Path(folder), known)}
     given.out.write_text(json.dumps(line) + "\n")
     print(json.dumps(line, indent=2))
     ratios = BARS["overhead"] / line["overhead"], line["scaling"] / BARS["scaling"]

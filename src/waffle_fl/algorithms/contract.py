@@ -368,10 +368,12 @@ def weighted_sum(weights: Weights, rows: Rows, agents: Tensor | None = None) -> 
     over all agents in which the others weigh 0: rows of weight 0 change no bit within a block, so they can be left out,
     but a block of these rows must not span two blocks of all rows.
     """
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    if not len(total):
+        return total
     sizes = [len(part) for part in blocks(rows)]
     if agents is not None and not rows.is_cuda:
         sizes = [len(list(same)) for _, same in groupby((agents // block_size(rows)).tolist())]
-    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     for w, part in zip(torch.split(weights, sizes), torch.split(rows, sizes), strict=True):
         total = total + w @ torch.where(w[:, None] != 0, part, 0.0).double()
     return total

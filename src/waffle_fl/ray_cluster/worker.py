@@ -27,7 +27,7 @@ from waffle_fl.ray_cluster.folder_copies import Stamps, fill_folder, has_news, r
 from waffle_fl.records import locked
 from waffle_fl.versions import RESULTS_VERSION
 
-REPORT_SECONDS = 0.25  # between messages of a task: each costs a millisecond
+REPORT_SECONDS = 0.5  # between messages of a task: each costs a millisecond
 LOCK_SECONDS = 120.0  # how long the lock of a lost worker may outlive it, as on a network file system
 
 
