@@ -32,7 +32,7 @@ VIEWS = (
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim),
     *(aten.select.int, aten.slice.Tensor),
 )
-INTO = {  # operations that can write into given memory, and the name of that argument
+INTO: dict[Any, tuple[Any, str]] = {  # operations that can write into given memory, and the name of that argument
     aten.mm.default: (aten.mm.out, "out"),
     aten.addmm.default: (aten.addmm.out, "out"),
     aten.add.Tensor: (aten.add.out, "out"),
