@@ -29,7 +29,7 @@ SIZES = (12, 9, 0, 17, 7, 5, 8, 11, 6, 10, 13, 4, 9, 8, 7, 12, 5, 6, 11, 10)
 STEP = SGD(0.1, 0.9, 0.01, "keep")
 QUARTER: dict[str, Any] = {"participation": 5 / 19, "rounds": 5, "epochs": 1, "workers": 1}
 SIX = ("waffle", "scaffold", "weight-erosion", "fedavg", "ditto", "apfl")
-METHODS = {
+METHODS: dict[str, Any] = {
     "waffle": Waffle(SGD(0.1)),
     "waffle, kept momentum": Waffle(STEP, control="paper"),
     "waffle, gradients": Waffle(STEP, compared="gradients", denominator="range"),
@@ -41,7 +41,7 @@ METHODS = {
     "ditto": Ditto(STEP),
     "apfl": APFL(SGD(0.1)),
     "apfl, outputs": APFL(STEP, mixing="outputs"),
-}
+} | {name: kind(sgd=STEP) for name, kind in ALGORITHMS.items() if hasattr(kind, "averages_cohorts")}
 
 
 def pair(algorithm: Any, store: RowStore, **more: Any) -> list[list[Outcome]]:

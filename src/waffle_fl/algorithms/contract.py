@@ -103,6 +103,7 @@ class Round(NamedTuple):
     batch_size: int
     suspect: Tensor | None = None  # (N,) bool: received agents that the guard flagged; None: no guard
     asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
+    cohort: Tensor | None = None  # (N,) numbers of the agents, ascending, if they are a cohort; None: all agents
 
 
 class Angles(NamedTuple):
@@ -408,9 +409,9 @@ def row_of(rows: Rows, agent: Tensor) -> Vector:
     return rows.index_select(0, agent.view(1)).squeeze(0)
 
 
-def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
-    """Return x + eta_g * sum_i weights_i dy_i."""
-    return shifted(x, weighted_sum(weights, dy), eta_g)
+def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0, agents: Tensor | None = None) -> Vector:
+    """Return x + eta_g * sum_i weights_i dy_i, over all agents or those with these numbers."""
+    return shifted(x, weighted_sum(weights, dy, agents), eta_g)
 
 
 def shifted(x: Vector, total: Vector, eta_g: float = 1.0) -> Vector:
@@ -418,9 +419,9 @@ def shifted(x: Vector, total: Vector, eta_g: float = 1.0) -> Vector:
     return (x.double() + eta_g * total).to(x.dtype)
 
 
-def averaged(stats: Vector, weights: Weights, rows: Rows) -> Vector:
+def averaged(stats: Vector, weights: Weights, rows: Rows, agents: Tensor | None = None) -> Vector:
     """Return the mean of normalisation statistics, with the weights of the updates."""
-    return weighted_sum(weights, rows).to(stats.dtype) if len(stats) else stats
+    return weighted_sum(weights, rows, agents).to(stats.dtype) if len(stats) else stats
 
 
 def sums_of(
