@@ -20,7 +20,7 @@ from waffle_fl.engines.aggregation import Aggregated
 from waffle_fl.engines.run_spec import State
 
 
-class Trained(NamedTuple):
+class TrainedAgents(NamedTuple):
     """The agents of a run that took part: what they received, their states before and after, and their updates."""
 
     down: Any
@@ -41,8 +41,8 @@ class Work(NamedTuple):
 class Backend(Protocol):
     """How rounds are computed. Backends differ in speed; on a CPU they give the same bits."""
 
-    def train(self, work: Work) -> list[Trained]: ...  # A2.3-12
-    def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]: ...  # A2.13-16
+    def train(self, work: Work) -> list[TrainedAgents]: ...  # A2.3-12
+    def aggregate(self, work: Work, trained: Sequence[TrainedAgents]) -> list[Aggregated]: ...  # A2.13-16
     def evaluate(self, work: Work, aggregated: Sequence[Aggregated]) -> list[Aggregated]: ...  # adds measurements
     def close(self) -> None: ...
 

@@ -82,7 +82,7 @@ class CohortRounds:
         ((agents, up),) = self._training.round([(down, before)], r, attempt, self.settings.rounds - r + 1)  # A2.5-12
         alice = self.spec.federation.alice
         cohort = cohort_sums.cohort_of(numbers, alice, device, down, before, agents, up)
-        server, agents, facts, sent = cohort_sums.close_round(
+        server, agents, facts, sent = cohort_sums.aggregate_cohort(
             algorithm, state.server, cohort, r, self._known, self.settings
         )
         if alice in numbers:

@@ -40,7 +40,7 @@ class Cohort(NamedTuple):
     up: Any
 
 
-class Closed(NamedTuple):
+class AggregatedCohort(NamedTuple):
     """A round of a cohort after aggregation."""
 
     server: Any
@@ -97,15 +97,15 @@ def in_memory(
 
     A server that has a copy of the agents' rows gets the new ones.
     """
-    closed = close_round(algorithm, state.server, cohort, r, known, settings)
-    agents = replace_rows(state.agents, cohort.agents, closed.agents)
-    copies = {name: rows for name, rows in agents._asdict().items() if name in closed.server._fields}
-    server = closed.server._replace(
-        **{name: rows for name, rows in copies.items() if getattr(closed.server, name).shape == rows.shape}
+    done = aggregate_cohort(algorithm, state.server, cohort, r, known, settings)
+    agents = replace_rows(state.agents, cohort.agents, done.agents)
+    copies = {name: rows for name, rows in agents._asdict().items() if name in done.server._fields}
+    server = done.server._replace(
+        **{name: rows for name, rows in copies.items() if getattr(done.server, name).shape == rows.shape}
     )
     own = algorithm.personal(server, pick_rows(agents, known.alice.view(1)), 1)
     of_cohort = {
-        name: fact for name, fact in {**closed.facts, **closed.sent}.items() if fact.shape[:1] == cohort.agents.shape
+        name: fact for name, fact in {**done.facts, **done.sent}.items() if fact.shape[:1] == cohort.agents.shape
     }
     everyone = {
         name: torch.full(known.samples.shape, NOT_ASKED if name == "codes" else 0, dtype=fact.dtype).index_copy(
@@ -113,19 +113,19 @@ def in_memory(
         )
         for name, fact in of_cohort.items()
     }
-    measured = {**closed.facts, **everyone}
+    measured = {**done.facts, **everyone}
     return Aggregated(server, agents, Net(own.params[0], own.stats[0]), measured)
 
 
-def close_round(
+def aggregate_cohort(
     algorithm: Algorithm, server: Any, cohort: Cohort, r: int, known: Registered, settings: RoundSettings
-) -> Closed:
+) -> AggregatedCohort:
     """A2.13-16: return the states of server and cohort after the round, and the measurements."""
     up, received, codes = screen(cohort.up, cohort.alice, torch.ones_like(cohort.agents, dtype=torch.bool))
     server, facts = _aggregate(algorithm, server, cohort._replace(up=up), received, r, known, settings)
     norms = {"norms": lengths(up.dy)} if hasattr(up, "dy") else {}
     agents = where_rows(received, cohort.after, cohort.before)
-    return Closed(server, agents, facts, {**norms, "received": received, "codes": codes})
+    return AggregatedCohort(server, agents, facts, {**norms, "received": received, "codes": codes})
 
 
 def _aggregate(

@@ -14,7 +14,7 @@ import torch
 from waffle_fl.algorithms import Algorithm
 from waffle_fl.engines import aggregation, cohort_sums, helper_agents
 from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_together, receive, registered
-from waffle_fl.engines.backend import Trained, Work
+from waffle_fl.engines.backend import TrainedAgents, Work
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
@@ -48,7 +48,7 @@ class StackedBackend:
         self._trainings = {}
         self._evaluator.close()
 
-    def train(self, work: Work) -> list[Trained]:
+    def train(self, work: Work) -> list[TrainedAgents]:
         """A2.3-12 for the rows of all agents that take part in the round."""
         cohorts = [self._cohorts[i](work.r) for i in work.runs]
         given = [
@@ -62,7 +62,7 @@ class StackedBackend:
             self._trainings[key] = self._training(work, cohorts)
         left = self.settings.rounds - work.r + 1
         trained = self._trainings[key].round(given, work.r, work.attempt, left)
-        return [Trained(*one, *states) for one, states in zip(given, trained, strict=True)]
+        return [TrainedAgents(*one, *states) for one, states in zip(given, trained, strict=True)]
 
     def _given(self, i: int, state: State, cohort: Sequence[int]) -> tuple[Any, Any]:
         """Return what the agents of a cohort receive, and their states."""
@@ -101,7 +101,7 @@ class StackedBackend:
         firsts = [sum(sizes[:k]) for k in range(len(sizes))]
         return lambda r: [first + agent for first, i in zip(firsts, runs, strict=True) for agent in self._cohorts[i](r)]
 
-    def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]:
+    def aggregate(self, work: Work, trained: Sequence[TrainedAgents]) -> list[Aggregated]:
         """A2.13-16 for every run. On a GPU runs of one kind are aggregated together, without waiting for the device."""
         inputs, refused = {}, {}
         done: dict[int, Aggregated] = {}
