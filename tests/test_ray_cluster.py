@@ -195,7 +195,7 @@ def test_runs_are_divided_among_workers(tmp_path: Path) -> None:
     configs = [check_run(m, {**SMALL, "seed": seed}, {}) for m in ("fedavg", "pfedme") for seed in range(40)]
     prepared = [prepare(config, tmp_path, CPU, torch.device("cpu")) for config in configs]
     assert [len(stack) for stack in stacks_of(prepared, 32)] == [32, 8, 32, 8]
-    assert [len(stack) for stack in stacks_of(prepared, 64, workers=2)] == [14, 14, 13, 13, 13, 13]
+    assert [len(stack) for stack in stacks_of(prepared, 64, workers=2)] == [20, 20] * 2
     assert [len(stack) for stack in stacks_of(prepared[:3], 64, workers=8)] == [1, 1, 1]
     divided = [run.config for stack in stacks_of(prepared, 64, workers=100) for run in stack]
     assert sorted(map(str, divided)) == sorted(map(str, configs))

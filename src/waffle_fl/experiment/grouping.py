@@ -49,7 +49,7 @@ def stacks_of(runs: Sequence[R], most: int, workers: int = 1) -> list[list[R]]:
     return [list(chain.from_iterable(part)) for part in stacks]
 
 
-PER_WORKER = 3  # stacks for each worker: workers that get short runs take more
+PER_WORKER = 2  # stacks for each worker: workers that get short runs take more
 SMALL = 8  # runs in a stack that is not worth dividing
 
 
