@@ -112,7 +112,7 @@ def test_the_rows_of_a_cohort_give_the_bits_of_all_rows(block: int, name: str, m
 
 
 def test_a_large_state_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a state in huge pages have the same numbers, and the earlier state keeps its own."""
+    """A copy in memory of an earlier copy has the same numbers, and states that are still used keep their own."""
     before = {"x": torch.arange(12.0).view(4, 3), "n": torch.arange(4), "empty": torch.zeros(4, 0)}
     rows, new = torch.tensor([1, 3]), {"x": torch.ones(2, 3), "n": torch.tensor([7, 8]), "empty": torch.zeros(2, 0)}
     expected = replace_rows(before, rows, new)
@@ -121,6 +121,16 @@ def test_a_large_state_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert before["n"].tolist() == [0, 1, 2, 3]
     assert found["n"].tolist() == [0, 7, 2, 8]
+    view = found["n"][1:]
+    del found
+    assert len(tree._spare) == 1  # that of x; the view needs the other
+    again = replace_rows(before, rows, new)
+    assert not tree._spare
+    assert torch.equal(again["x"], expected["x"])
+    assert view.tolist() == [7, 2, 8]
+    del again
+    tree.release_memory()
+    assert not tree._spare
 
 
 def test_workers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_a
 from waffle_fl.engines.private_gradients import batches_of
 from waffle_fl.engines.row_training import RowTraining, Selection
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State, all_nets
-from waffle_fl.engines.tree import pick_rows
+from waffle_fl.engines.tree import pick_rows, release_memory
 from waffle_fl.models import FlatModel
 
 
@@ -47,6 +47,7 @@ class StackedBackend:
             training.close()
         self._trainings = {}
         self._evaluator.close()
+        release_memory()
 
     def train(self, work: Work) -> list[TrainedAgents]:
         """A2.3-12 for the rows of all agents that take part in the round."""
