@@ -105,6 +105,8 @@ def cluster() -> str:
         for side in sides
     ]
     turns, calls = len(line["all_seconds"][sides[0]]), line["calls"]
+    guide = f"by up to {_spread(line):.2f} times, so they are a rough guide only.\n"
+    spread = f"CPU seconds of one side differ between turns {guide}" if turns > 1 else ""
     added = f", and the same with `--add` {calls - 1} times" if calls > 1 else ""
     overhead = f"{line['overhead']:.2f} by the clock, {line['overhead_cpu']:.2f} by CPU time"
     bars = [
@@ -123,9 +125,8 @@ turn, with a study of a few rounds that is not counted. Medians of {turns} turn{
 
 {table(["side", "seconds", "CPU seconds"], rows)}
 {table(["bar", "measured", "verdict"], bars)}
-CPU seconds of one side differ between turns by up to {_spread(line):.2f} times, so they are a rough guide only. The
-load at the start of a turn was {min(line["load"])} to {max(line["load"])} on two cores. Starting a cluster took
-{line["cluster_start_up_seconds"]["two nodes"]:.0f} s, which is not included.
+{spread}The load at the start of a turn was {min(line["load"])} to {max(line["load"])} on two cores. Starting a cluster
+took {line["cluster_start_up_seconds"]["two nodes"]:.0f} s, which is not included.
 """
 
 
