@@ -6,9 +6,9 @@
 Each variant of a workload is a separate simulation. After a warm-up the variants take turns, round by round, and the
 median seconds per round count. A gain is the time without the part over the time with all parts. On a CPU: LeNet-5 with
 10 agents of 600 images (noise without --data-dir), a grid of 25 federations of 10 agents with the embedded digits, and
-APFL's models for each of 10 agents and for one agent. On a GPU, with noise: 25 federations of 10 agents of 6,000 images
-in the shape of the paper's MNIST table, the digits grid, five federations in which one agent has ten times as many
-images as the others, and DLA on 10 agents of 1,280 images.
+APFL's models for each of 10 agents and for one agent, and cohorts of 100 of 1,000 agents of 32 images. On a GPU, with
+noise: 25 federations of 10 agents of 6,000 images in the shape of the paper's MNIST table, the digits grid, five
+federations in which one agent has ten times as many images as the others, and DLA on 10 agents of 1,280 images.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from waffle_fl import APFL, SGD, FedAvg, Federation, FlatModel, RunSpec, WafflePaper, build, load, simulate, split
 from waffle_fl.config import Settings
 from waffle_fl.data import Dataset
-from waffle_fl.engines import aggregation, cuda_graphs, evaluation, helper_agents, shared_training
+from waffle_fl.engines import aggregation, cohort_sums, cuda_graphs, evaluation, helper_agents, shared_training
 from waffle_fl.engines.evaluation import Evaluator
 from waffle_fl.experiment import federation_of
 from waffle_fl.models import DLA, LeNet5, folded, fused_row_module, mlp, passes, row_module, traced
@@ -68,6 +68,7 @@ EVALUATION = Part("stacked evaluation", ((evaluation, "applies", NEVER),))
 THREADS = Part("evaluation threads", ((Evaluator, "_each", lambda self, work, parts: map(work, parts)),))
 SHARED = Part("shared training", ((shared_training, "groups_of", lambda specs: [[i] for i in range(len(specs))]),))
 HELPERS = Part("helper agents", ((helper_agents, "applies", NEVER),))
+COHORT_ROWS = Part("rows of cohorts alone", ((cohort_sums, "applies", NEVER),))
 GRAPHS = Part("CUDA graphs", ((cuda_graphs, "applies", NEVER),))
 LATE_ROWS = Part("rows that go on alone", ((cuda_graphs, "WORTH_A_CUT", 0.0),))
 TOGETHER = Part("batched aggregation", ((aggregation, "applies", NEVER),))
@@ -100,6 +101,15 @@ def lenet_federation(data: str, test: Literal["share", "all"] = "share") -> Fede
         return federation_of(Settings(data="mnist", split="A", samples_per_agent=600, test=test), data)
     dataset = noise(60_000)
     return build(dataset, split(dataset.y_train, dataset.y_test, "A", samples_per_agent=600, test=test))
+
+
+def many_agents(data: str) -> Federation:
+    """Return 1,000 agents that draw their samples by index."""
+    drawn: dict[str, Any] = {"agents": 1000, "samples_per_agent": 32, "division": "drawn"}
+    if data:
+        return federation_of(Settings(data="mnist", split="C", **drawn), data)
+    dataset = noise(60_000)
+    return build(dataset, split(dataset.y_train, dataset.y_test, "C", **drawn))
 
 
 def grid(dataset: Dataset) -> list[Federation]:
@@ -146,6 +156,12 @@ def cpu_workloads(data: str) -> dict[str, Workload]:
             lambda **o: small(LeNet5, **o),
             (HELPERS,),
             settled=4,
+        ),
+        "cohorts of LeNet-5": Workload(
+            [RunSpec(FedAvg(SGD(0.05)), many_agents(data), 1)],
+            lambda **o: small(LeNet5, **o),
+            (COHORT_ROWS,),
+            {"participation": 0.1},
         ),
         "LeNet-5, 10,000 test images": Workload(
             [RunSpec(FedAvg(SGD(0.1)), lenet_federation(data, "all"), 1)],

@@ -3,9 +3,11 @@
     python -m benchmarks.cluster --out results/cluster.jsonl
 
 Digits, MLP, 4 methods x 5 splits x 5 seeds. The local engine has two cores; a Ray cluster has one or two nodes on
-loopback with one core each, beside a head without cores. Each side is a process of its own; they take turns, the first
-turn is a warm-up, and the medians are compared. The start-up of a cluster and of its workers is reported separately.
-The CPU time is that of all processes of a side, so it does not depend on what else runs on the machine.
+loopback with one core each, beside a head without cores. All processes of a node, its raylet and its workers, are bound
+to the node's core, on Linux and in this benchmark only; the head and the driver may use every core. The sides take
+turns, each in a process of its own that starts for the turn, so that no idle cluster disturbs another side. A study of
+a few rounds, which is not counted, starts the workers. Medians are compared. The CPU time is that of all processes of a
+side.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import platform
 import socket
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -38,13 +41,13 @@ GRID: dict[str, Any] = {
     "seeds": (1, 2, 3, 4, 5),
 }
 BARS = {"overhead": 1.05, "scaling": 1.8}
+WARM_UP = 10  # rounds of the study that starts the workers
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
-    """Run the study on request, in a folder of its own each time; report seconds, and CPU seconds of all processes."""
+    """Start a side and warm it up; on request run the study, and report seconds and CPU seconds of all processes."""
     torch.set_num_threads(1)
-    experiment = Experiment(**GRID, settings=Settings(data="digits", batch_size=16, rounds=rounds))
     began = time.perf_counter()
     with ExitStack() as stack:
         runtime = Runtime(device="cpu", workers=2)
@@ -54,19 +57,39 @@ def serve(pipe: Connection, nodes: int, rounds: int, folder: Path) -> None:
             head = {"num_cpus": 0, "include_dashboard": False, **free_ports()}
             cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
             stack.callback(cluster.shutdown)
-            for _ in range(nodes):
-                cluster.add_node(num_cpus=1, **free_ports())
+            for core in sorted(os.sched_getaffinity(0))[:nodes]:
+                with bound_to(core):
+                    cluster.add_node(num_cpus=1, **free_ports())
             cluster.wait_for_nodes()
             runtime = Runtime(device="cpu", workers=1, on="ray", address=cluster.address)
             connection.connect(cluster.address)
             stack.callback(connection.require_ray().shutdown)
-        pipe.send(time.perf_counter() - began)
-        while (turn := pipe.recv()) is not None:
-            before, cpu = time.perf_counter(), cpu_seconds(os.getpid())
-            results = execute(plan(experiment, folder / f"turn-{turn}"), runtime, Listener())
-            assert all(result["status"] == "finished" for result in results)
-            used = sum(spent - cpu.get(one, 0.0) for one, spent in cpu_seconds(os.getpid()).items())
-            pipe.send((time.perf_counter() - before, used))
+        start_up = time.perf_counter() - began
+        study(WARM_UP, folder / "warm-up", runtime)
+        pipe.send(start_up)
+        pipe.recv()
+        before, cpu = time.perf_counter(), cpu_seconds(os.getpid())
+        study(rounds, folder / "study", runtime)
+        used = sum(spent - cpu.get(one, 0.0) for one, spent in cpu_seconds(os.getpid()).items())
+        pipe.send((time.perf_counter() - before, used))
+
+
+def study(rounds: int, folder: Path, runtime: Runtime) -> None:
+    """Train all runs of the grid."""
+    experiment = Experiment(**GRID, settings=Settings(data="digits", batch_size=16, rounds=rounds))
+    results = execute(plan(experiment, folder), runtime, Listener())
+    assert all(result["status"] == "finished" for result in results)
+
+
+@contextmanager
+def bound_to(core: int) -> Iterator[None]:
+    """Bind the processes that start inside, and their children, to one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def free_ports() -> dict[str, int]:
@@ -99,38 +122,34 @@ def cpu_seconds(root: int) -> dict[int, float]:
     return found
 
 
-def measure(rounds: int, turns: int, folder: Path) -> dict[str, Any]:
-    """Return the medians of all sides, and the two ratios."""
+def measure(rounds: int, turns: int, folder: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the medians of all sides, and the two ratios, of these turns and those of a record with as many rounds."""
     context = get_context("spawn")
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
-    cpu: dict[str, list[float]] = {name: [] for name in SIDES}
-    start_up, loads = {}, []
-    with ExitStack() as stack:
-        pipes = {}
+    seconds: dict[str, list[float]] = {name: list(known.get("all_seconds", {}).get(name, [])) for name in SIDES}
+    cpu: dict[str, list[float]] = {name: list(known.get("all_cpu_seconds", {}).get(name, [])) for name in SIDES}
+    start_up: dict[str, float] = {}
+    loads: list[float] = list(known.get("load", []))
+    for turn in range(turns):
         for name, nodes in SIDES.items():
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, nodes, rounds, folder / name))
+            process = context.Process(target=serve, args=(theirs, nodes, rounds, folder / f"{turn}" / name))
             process.start()
-            stack.callback(process.join, 60)
-            stack.callback(ours.send, None)
-            pipes[name] = ours
             start_up[name] = round(ours.recv(), 1)
-        for turn in range(turns + 1):
             loads.append(round(os.getloadavg()[0], 1))
-            for name, pipe in pipes.items():
-                pipe.send(turn)
-                took, used = pipe.recv()
-                seconds[name].append(round(took, 2))
-                cpu[name].append(round(used, 2))
-                print(turn, name, seconds[name][-1], cpu[name][-1], flush=True)
-    middle = {name: median(values[1:]) for name, values in seconds.items()}
-    work = {name: median(values[1:]) for name, values in cpu.items()}
+            ours.send(None)
+            took, used = ours.recv()
+            process.join()
+            seconds[name].append(round(took, 2))
+            cpu[name].append(round(used, 2))
+            print(turn, name, seconds[name][-1], cpu[name][-1], flush=True)
+    middle = {name: median(values) for name, values in seconds.items()}
+    work = {name: median(values) for name, values in cpu.items()}
     return {
         "runs": 100,
+        "calls": known.get("calls", 0) + 1,
         "rounds": rounds,
         "seconds": middle,
         "cpu_seconds": work,
-        "first_turn_seconds": {name: values[0] for name, values in seconds.items()},
         "cluster_start_up_seconds": start_up,
         "all_seconds": seconds,
         "all_cpu_seconds": cpu,
@@ -146,10 +165,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/cluster.jsonl"))
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--add", action="store_true", help="add the turns to those of the record")
     given = parser.parse_args()
+    known = json.loads(given.out.read_text()) if given.add else {}
+    if known and known["rounds"] != given.rounds:
+        parser.error(f"expected the record's {known['rounds']} rounds with --add, got {given.rounds}")
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
     with tempfile.TemporaryDirectory() as folder:
-        line = {"part": "cluster", **machine, **measure(given.rounds, given.turns, Path(folder))}
+        line = {"part": "cluster", **machine, **measure(given.rounds, given.turns, Path(folder), known)}
     given.out.write_text(json.dumps(line) + "\n")
     print(json.dumps(line, indent=2))
     ratios = BARS["overhead"] / line["overhead"], line["scaling"] / BARS["scaling"]

@@ -101,11 +101,13 @@ def cluster() -> str:
             side,
             f"{line['seconds'][side]:.1f}",
             f"{line['cpu_seconds'][side]:.1f}",
-            f"{line['first_turn_seconds'][side]:.1f}",
         ]
         for side in sides
     ]
-    turns = len(line["load"]) - 1
+    turns, calls = len(line["all_seconds"][sides[0]]), line["calls"]
+    guide = f"by up to {_spread(line):.2f} times, so they are a rough guide only.\n"
+    spread = f"CPU seconds of one side differ between turns {guide}" if turns > 1 else ""
+    added = f", and the same with `--add` {calls - 1} times" if calls > 1 else ""
     overhead = f"{line['overhead']:.2f} by the clock, {line['overhead_cpu']:.2f} by CPU time"
     bars = [
         ["two nodes take at most 1.05 times as long as the local engine", overhead, holds(line["overhead"] <= 1.05)],
@@ -114,18 +116,17 @@ def cluster() -> str:
     return f"""
 ## A study of {line["runs"]} runs on Ray
 
-`python -m benchmarks.cluster --rounds {line["rounds"]} --turns {turns}`
+`python -m benchmarks.cluster --rounds {line["rounds"]} --turns {turns // calls}`{added}
 
 Digits, MLP, 4 methods x 5 splits x 5 seeds, {line["rounds"]} rounds. The local engine uses two cores, the nodes of a
-cluster on loopback have one core each for Ray's scheduler. Their processes are not bound to a core, so one node can use
-more than one, and the last bar is stricter than it should be. Medians of {turns} turn{"s" * (turns > 1)} after the
-first one, which starts the workers.
+cluster on loopback have one core each. All processes of a node are bound to its core (`os.sched_setaffinity`: Linux
+only, and in this benchmark only); the head of the cluster and the driver may use both cores. Each side starts for its
+turn, with a study of a few rounds that is not counted. Medians of {turns} turn{"s" * (turns > 1)}.
 
-{table(["side", "seconds", "CPU seconds", "first turn"], rows)}
+{table(["side", "seconds", "CPU seconds"], rows)}
 {table(["bar", "measured", "verdict"], bars)}
-CPU seconds of one side differ between turns by up to {_spread(line):.2f} times, so they are a rough guide only. The
-load at the start of a turn was {min(line["load"])} to {max(line["load"])} on two cores. Starting a cluster took
-{line["cluster_start_up_seconds"]["two nodes"]:.0f} s, which is not included.
+{spread}The load at the start of a turn was {min(line["load"])} to {max(line["load"])} on two cores. Starting a cluster
+took {line["cluster_start_up_seconds"]["two nodes"]:.0f} s, which is not included.
 """
 
 

@@ -15,9 +15,10 @@ from conftest import BATCH, fitted, make_federation, outcomes_of, refusal, share
 from waffle_fl import APFL, SGD, Ditto, FedAvg, RunSpec, Scaffold, WafflePaper, WeightErosion, simulate
 from waffle_fl.algorithms import ALGORITHMS, contract
 from waffle_fl.config import check_run
-from waffle_fl.engines import cohort_sums, workers
+from waffle_fl.engines import cohort_sums, tree, workers
 from waffle_fl.engines.row_store import RowStore, initial_rows
-from waffle_fl.engines.run_spec import Outcome, initial_state, own_net
+from waffle_fl.engines.run_spec import Outcome, RoundSettings, initial_state, own_net
+from waffle_fl.engines.tree import replace_rows
 from waffle_fl.errors import WaffleError
 from waffle_fl.experiment import Runtime, execute
 from waffle_fl.experiment.active_run import state_of, tensors_of
@@ -28,7 +29,7 @@ SIZES = (12, 9, 0, 17, 7, 5, 8, 11, 6, 10, 13, 4, 9, 8, 7, 12, 5, 6, 11, 10)
 STEP = SGD(0.1, 0.9, 0.01, "keep")
 QUARTER: dict[str, Any] = {"participation": 5 / 19, "rounds": 5, "epochs": 1, "workers": 1}
 SIX = ("waffle-paper", "scaffold", "weight-erosion", "fedavg", "ditto", "apfl")
-METHODS = {
+METHODS: dict[str, Any] = {
     "waffle-paper": WafflePaper(SGD(0.1)),
     "waffle, kept momentum": WafflePaper(STEP, control="paper"),
     "waffle, gradients": WafflePaper(STEP, compared="gradients", denominator="range"),
@@ -40,7 +41,7 @@ METHODS = {
     "ditto": Ditto(STEP),
     "apfl": APFL(SGD(0.1)),
     "apfl, outputs": APFL(STEP, mixing="outputs"),
-}
+} | {name: kind(sgd=STEP) for name, kind in ALGORITHMS.items() if hasattr(kind, "averages_cohorts")}
 
 
 def pair(algorithm: Any, store: RowStore, **more: Any) -> list[list[Outcome]]:
@@ -94,13 +95,42 @@ def test_every_method_agrees_or_says_why_not(method: str, tmp_path: Path) -> Non
         assert one.measured["loss"] == pytest.approx(other.measured["loss"], rel=1e-12)
 
 
-def test_blocks_of_a_sum_are_those_of_all_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of which few rows fit into a block has equal bits too."""
-    for module in (contract, cohort_sums):
-        monkeypatch.setattr(module, "BLOCK", 3 * shared_model().size)
-    memory, disk = pair(METHODS["scaffold"], RowStore(tmp_path))
-    assert torch.equal(memory[-1].state.server.x, disk[-1].state.server.x)
-    assert torch.equal(memory[-1].state.server.c, disk[-1].state.server.c)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("block", [contract.BLOCK, 3 * shared_model().size])
+def test_the_rows_of_a_cohort_give_the_bits_of_all_rows(block: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and records are equal if absent agents send zeros, also if few rows of the model fit into a block."""
+    monkeypatch.setattr(contract, "BLOCK", block)
+    spec, model = RunSpec(METHODS[name], make_federation(SIZES, alice=3), 1), shared_model(torch.float32)
+    spec = replace(spec, algorithm=fitted(spec.algorithm))
+    assert cohort_sums.applies(spec, RoundSettings(5), model.device)
+    cohorts = outcomes_of(spec, model, **QUARTER)
+    monkeypatch.setattr(cohort_sums, "applies", lambda *_: False)
+    for one, other in zip(cohorts, outcomes_of(spec, model, **QUARTER), strict=True):
+        assert {**one.measured, "seconds": 0} == {**other.measured, "seconds": 0}
+        states = [tensors_of(outcome.state) for outcome in (one, other)]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0].keys() | states[1].keys())
+
+
+def test_a_large_state_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in memory of an earlier copy has the same numbers, and states that are still used keep their own."""
+    before = {"x": torch.arange(12.0).view(4, 3), "n": torch.arange(4), "empty": torch.zeros(4, 0)}
+    rows, new = torch.tensor([1, 3]), {"x": torch.ones(2, 3), "n": torch.tensor([7, 8]), "empty": torch.zeros(2, 0)}
+    expected = replace_rows(before, rows, new)
+    monkeypatch.setattr(tree, "LARGE", 1)
+    found = replace_rows(before, rows, new)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert before["n"].tolist() == [0, 1, 2, 3]
+    assert found["n"].tolist() == [0, 7, 2, 8]
+    view = found["n"][1:]
+    del found
+    assert len(tree._spare) == 1  # that of x; the view needs the other
+    again = replace_rows(before, rows, new)
+    assert not tree._spare
+    assert torch.equal(again["x"], expected["x"])
+    assert view.tolist() == [7, 2, 8]
+    del again
+    tree.release_memory()
+    assert not tree._spare
 
 
 def test_workers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

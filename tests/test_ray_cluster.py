@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,16 @@ def test_a_stopped_driver_leaves_every_run_resumable(shares_disk: bool, cluster:
     assert sorted(listener.started.values()) == sorted(rounds)
 
 
+def test_a_core_trains_one_task_at_a_time(cluster: Any, tmp_path: Path) -> None:
+    """A task keeps its core while it reports, so no more tasks train at once than the cluster has cores."""
+    cores = sum(cluster.cpus())
+    configs = [check_run("fedavg", {**SMALL, "rounds": 1500, "seed": seed}, {}) for seed in range(1, 3 * cores + 1)]
+    runs = [(config, tmp_path / str(config.settings.seed)) for config in configs]
+    execute(runs, replace(ON_RAY, stack=1))
+    times = [tuple((folder / name).stat().st_mtime for name in ("config.json", "result.json")) for _, folder in runs]
+    assert max(sum(start <= begin < end for start, end in times) for begin, _ in times) <= cores
+
+
 def test_mistakes_end_in_one_line(cluster: Any, tmp_path: Path) -> None:
     """A GPU that no node has, more cores than a node has, a folder in use: one line, and no task starts."""
     runs = grid(tmp_path / "runs", ["fedavg"])
@@ -188,6 +199,15 @@ def test_runs_are_divided_among_workers(tmp_path: Path) -> None:
     assert [len(stack) for stack in stacks_of(prepared[:3], 64, workers=8)] == [1, 1, 1]
     divided = [run.config for stack in stacks_of(prepared, 64, workers=100) for run in stack]
     assert sorted(map(str, divided)) == sorted(map(str, configs))
+
+
+def test_stacks_that_train_longest_come_first(tmp_path: Path) -> None:
+    """Runs that another run carries add no work: FedAvg's agents are trained by Ditto, whose stack comes last here."""
+    sizes = {"fedavg": 12, "ditto": 12, "pfedme": 15}
+    configs = [check_run(m, {**SMALL, "seed": seed}, {}) for m, count in sizes.items() for seed in range(count)]
+    prepared = [prepare(config, tmp_path, CPU, torch.device("cpu")) for config in configs]
+    found = [[run.config.method for run in stack] for stack in stacks_of(prepared, 64, workers=2)]
+    assert found == [["pfedme"] * 15, ["ditto", "fedavg"] * 12]
 
 
 def test_a_worker_writes_only_files_of_a_run(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def screen(
             up, code = _closeness(up, alice, norms, code, present, new_control_variates)
     code = torch.where(present, code, ABSENT)
     received = (code == OK) | (code == CLIPPED)
-    blanked = [torch.where(received[:, None], field, 0.0) for field in up]
+    blanked = [torch.where(received[:, None], field, 0.0) if field.shape[1] else field for field in up]
     return type(up)(*blanked), received, code
 
 

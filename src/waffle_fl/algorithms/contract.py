@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -103,6 +104,7 @@ class Round(NamedTuple):
     batch_size: int
     suspect: Tensor | None = None  # (N,) bool: received agents that the guard flagged; None: no guard
     asked: Tensor | None = None  # (N,) bool: agents that take part in this round; None: all
+    cohort: Tensor | None = None  # (N,) numbers of the agents, ascending, if they are a cohort; None: all agents
 
 
 class Angles(NamedTuple):
@@ -345,7 +347,12 @@ def inner(a: Rows, b: Rows) -> Tensor:
 
 def blocks(rows: Rows) -> tuple[Rows, ...]:
     """Return the rows; on a CPU in small blocks, so that no float64 copy of all rows is needed at once."""
-    return (rows,) if rows.is_cuda else torch.split(rows, max(1, BLOCK // max(1, rows.shape[1])))
+    return (rows,) if rows.is_cuda else torch.split(rows, block_size(rows))
+
+
+def block_size(rows: Rows) -> int:
+    """Return the number of rows in a block on a CPU."""
+    return max(1, BLOCK // max(1, rows.shape[1]))
 
 
 def lengths(rows: Rows, origin: Vector | None = None) -> Weights:
@@ -366,12 +373,20 @@ def angular_distance(rows: Rows, vector: Vector) -> Weights:
     return torch.where(gap <= NEARLY_EQUAL, 0.0, 2 * gap).sqrt()  # equal directions differ only by rounding
 
 
-def weighted_sum(weights: Weights, rows: Rows) -> Vector:
-    """Return the sum of weights_i rows_i in float64. Rows of weight 0 are ignored, even if they are not finite."""
-    parts = blocks(rows)
-    shares = torch.split(weights, len(parts[0]))
+def weighted_sum(weights: Weights, rows: Rows, agents: Tensor | None = None) -> Vector:
+    """Return the sum of weights_i rows_i in float64. Rows of weight 0 are ignored, even if they are not finite.
+
+    `agents` are the ascending numbers of the agents whose rows these are, if not all. The sum then has the bits of one
+    over all agents in which the others weigh 0: rows of weight 0 change no bit within a block, so they can be left out,
+    but a block of these rows must not span two blocks of all rows.
+    """
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for w, part in zip(shares, parts, strict=True):
+    if not len(total):
+        return total
+    sizes = [len(part) for part in blocks(rows)]
+    if agents is not None and not rows.is_cuda:
+        sizes = [len(list(same)) for _, same in groupby((agents // block_size(rows)).tolist())]
+    for w, part in zip(torch.split(weights, sizes), torch.split(rows, sizes), strict=True):
         total = total + w @ torch.where(w[:, None] != 0, part, 0.0).double()
     return total
 
@@ -405,9 +420,9 @@ def row_of(rows: Rows, agent: Tensor) -> Vector:
     return rows.index_select(0, agent.view(1)).squeeze(0)
 
 
-def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0) -> Vector:
-    """Return x + eta_g * sum_i weights_i dy_i."""
-    return shifted(x, weighted_sum(weights, dy), eta_g)
+def apply_update(x: Vector, weights: Weights, dy: Rows, eta_g: float = 1.0, agents: Tensor | None = None) -> Vector:
+    """Return x + eta_g * sum_i weights_i dy_i, over all agents or those with these numbers."""
+    return shifted(x, weighted_sum(weights, dy, agents), eta_g)
 
 
 def shifted(x: Vector, total: Vector, eta_g: float = 1.0) -> Vector:
@@ -415,11 +430,13 @@ def shifted(x: Vector, total: Vector, eta_g: float = 1.0) -> Vector:
     return (x.double() + eta_g * total).to(x.dtype)
 
 
-def averaged(stats: Vector, weights: Weights, rows: Rows) -> Vector:
+def averaged(stats: Vector, weights: Weights, rows: Rows, agents: Tensor | None = None) -> Vector:
     """Return the mean of normalisation statistics, with the weights of the updates."""
-    return weighted_sum(weights, rows).to(stats.dtype) if len(stats) else stats
+    return weighted_sum(weights, rows, agents).to(stats.dtype) if len(stats) else stats
 
 
-def sums_of(weights: Mapping[str, Weights], rows: Mapping[str, Rows]) -> dict[str, Vector]:
-    """Return the weighted sum of each part in float64."""
-    return {name: weighted_sum(weights[name], part) for name, part in rows.items()}
+def sums_of(
+    weights: Mapping[str, Weights], rows: Mapping[str, Rows], agents: Tensor | None = None
+) -> dict[str, Vector]:
+    """Return the weighted sum of each part in float64, of all agents or of those with these numbers."""
+    return {name: weighted_sum(weights[name], part, agents) for name, part in rows.items()}

@@ -48,6 +48,7 @@ class FedALA:
         cite="Zhang et al., AAAI 2023",
         order=180,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -93,7 +93,7 @@ def aggregate(
         stats = averaged(server.stats, normalised(weights, now.received), up.stats)
         return Server((server.x.double() + dy).to(server.x.dtype), stats), Info(weights)
     weights = shares(weighting, now.received, now.samples)
-    return combine(server, sums_of({"dy": weights, "stats": weights}, up._asdict())), Info(weights)
+    return combine(server, sums_of({"dy": weights, "stats": weights}, up._asdict(), now.cohort)), Info(weights)
 
 
 def combine(server: Server, sums: Mapping[str, Vector]) -> Server:

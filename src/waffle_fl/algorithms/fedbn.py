@@ -26,6 +26,7 @@ class FedBN:
         cite="Li et al., ICLR 2021",
         order=140,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

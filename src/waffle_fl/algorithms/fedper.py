@@ -26,6 +26,7 @@ class FedPer:
         cite="Arivazhagan et al., arXiv:1912.00818, 2019",
         order=120,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

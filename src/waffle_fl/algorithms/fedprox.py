@@ -34,6 +34,7 @@ class FedProx:
         cite="Li et al., MLSys 2020",
         order=80,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

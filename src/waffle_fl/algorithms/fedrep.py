@@ -50,6 +50,7 @@ class FedRep:
         cite="Collins et al., ICML 2021",
         order=130,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

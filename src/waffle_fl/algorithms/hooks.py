@@ -166,6 +166,19 @@ class ExpectsCohort(Protocol):
 
 
 @runtime_checkable
+class AveragesCohorts(Protocol):
+    """Gives agents weight 0 that take no part in a round, and needs nothing of them."""
+
+    @property
+    def averages_cohorts(self) -> bool:
+        """Whether `aggregate` may get the rows of a cohort alone, with `Round.cohort`, and gives the same result.
+
+        Its diagnostics are then those of the cohort's agents, and 0 for all others.
+        """
+        ...
+
+
+@runtime_checkable
 class AggregatesSums(Protocol):
     """Aggregates from distances and weighted sums, so that `privacy = "masked"` can hide single updates.
 
@@ -229,6 +242,7 @@ HOOKS = {
     "check_agents": ChecksAgents,
     "asks_all": AsksAll,
     "expect": ExpectsCohort,
+    "averages_cohorts": AveragesCohorts,
     "needs_updates": AggregatesSums,
     "compared_rows": AggregatesSums,
     "summed_rows": AggregatesSums,

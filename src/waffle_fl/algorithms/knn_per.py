@@ -51,6 +51,7 @@ class KNNPer:
         cite="Marfoq et al., ICML 2022",
         order=210,
     )
+    averages_cohorts: ClassVar[bool] = True
     trains_as: ClassVar[type] = fedavg.FedAvg
 
     sgd: Optimiser = field(default_factory=SGD)

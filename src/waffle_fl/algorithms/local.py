@@ -61,6 +61,7 @@ class Local:
         order=0,
     )
     for_alice: ClassVar[bool] = True
+    averages_cohorts: ClassVar[bool] = True
     sends_nothing: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)

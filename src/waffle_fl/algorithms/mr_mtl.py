@@ -33,6 +33,7 @@ class MRMTL:
         cite="Liu et al., NeurIPS 2022",
         order=270,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -49,6 +49,7 @@ class PerFedAvg:
         cite="Fallah et al., NeurIPS 2020",
         order=100,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))

@@ -50,6 +50,7 @@ class PFedMe:
         cite="T. Dinh et al., NeurIPS 2020",
         order=110,
     )
+    averages_cohorts: ClassVar[bool] = True
 
     sgd: Optimiser = field(default_factory=SGD)
     clip: float = parameter(0.0, at_least(0))
@@ -89,8 +90,8 @@ class PFedMe:
 
     def aggregate(self, server: Server, up: Up, now: Round) -> tuple[Server, Info]:
         weights = fedavg.shares(self.weighting, now.received, now.samples)
-        x = apply_update(server.x, weights, up.dy, self.beta)
-        return Server(x, averaged(server.stats, weights, up.stats)), Info(weights)
+        x = apply_update(server.x, weights, up.dy, self.beta, now.cohort)
+        return Server(x, averaged(server.stats, weights, up.stats, now.cohort)), Info(weights)
 
     def personal(self, server: Server, agents: Agents, count: int) -> Net:
         return Net(agents.theta, agents.stats)

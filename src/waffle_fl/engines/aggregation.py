@@ -105,11 +105,16 @@ def admit(
     return up, now, codes
 
 
-def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, alice: Tensor) -> dict[str, Tensor]:
-    """Return what is recorded about an aggregation: the algorithm's `info`, Alice's weights, norms of the updates."""
-    measured = recorded(info._asdict(), alice)
+def diagnostics(algorithm: Algorithm, server: Any, up: Any, info: Any, known: Registered) -> dict[str, Tensor]:
+    """Return what is recorded about an aggregation: the algorithm's `info`, Alice's weights, norms of the updates.
+
+    An agent that does not take part in the round has distance 0: nothing of it is compared.
+    """
+    measured = recorded(info._asdict(), known.alice)
+    if "distances" in measured:
+        measured["distances"] = torch.where(known.asked, measured["distances"], 0.0)
     if hasattr(algorithm, "relations"):
-        measured["weights"] = row_of(algorithm.relations(server), alice)
+        measured["weights"] = row_of(algorithm.relations(server), known.alice)
     if hasattr(up, "dy"):
         measured["norms"] = lengths(up.dy)
     return measured
@@ -137,7 +142,7 @@ def aggregate(
     agents = where_rows(now.intact, agents, before)
     net = algorithm.personal(server, agents, len(present))
     own = Net(row_of(net.params, known.alice), row_of(net.stats, known.alice))
-    measured = diagnostics(algorithm, server, up, info, known.alice)
+    measured = diagnostics(algorithm, server, up, info, known)
     return Aggregated(server, agents, own, {**measured, "received": now.received, "codes": codes})
 
 

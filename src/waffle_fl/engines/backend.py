@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from waffle_fl.engines.aggregation import Aggregated
 from waffle_fl.engines.run_spec import State
 
-Trained: TypeAlias = tuple[Any, Any]  # the agents' states after training, and their updates
+
+class TrainedAgents(NamedTuple):
+    """The agents of a run that took part: what they received, their states before and after, and their updates."""
+
+    down: Any
+    before: Any
+    after: Any
+    up: Any
 
 
 class Work(NamedTuple):
@@ -34,8 +41,8 @@ class Work(NamedTuple):
 class Backend(Protocol):
     """How rounds are computed. Backends differ in speed; on a CPU they give the same bits."""
 
-    def train(self, work: Work) -> list[Trained]: ...  # A2.3-12
-    def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]: ...  # A2.13-16
+    def train(self, work: Work) -> list[TrainedAgents]: ...  # A2.3-12
+    def aggregate(self, work: Work, trained: Sequence[TrainedAgents]) -> list[Aggregated]: ...  # A2.13-16
     def evaluate(self, work: Work, aggregated: Sequence[Aggregated]) -> list[Aggregated]: ...  # adds measurements
     def close(self) -> None: ...
 

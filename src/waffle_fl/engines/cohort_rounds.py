@@ -12,15 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
-import torch
-
 from waffle_fl.algorithms import Net
-from waffle_fl.algorithms.contract import lengths
 from waffle_fl.batches import Batches
 from waffle_fl.engines import cohort_sums
 from waffle_fl.engines.aggregation import registered
 from waffle_fl.engines.candidate_losses import CandidateLosses
-from waffle_fl.engines.cohort_sums import Cohort
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
 from waffle_fl.engines.outcomes import diverged, to_numbers
@@ -28,9 +24,9 @@ from waffle_fl.engines.participation import cohorts_of
 from waffle_fl.engines.row_store import StoredAgents, initial_rows
 from waffle_fl.engines.row_training import RowTraining
 from waffle_fl.engines.run_spec import Measured, Outcome, RoundSettings, RunSpec, State, initial_state
-from waffle_fl.engines.tree import rows_of, where_rows
+from waffle_fl.engines.tree import pick_rows
 from waffle_fl.errors import WaffleError
-from waffle_fl.guard import OK, REASONS, screen
+from waffle_fl.guard import OK, REASONS
 from waffle_fl.models import FlatModel
 
 
@@ -84,24 +80,23 @@ class CohortRounds:
         before = self.store.read(state.agents, numbers, self._initial)
         down = algorithm.broadcast(state.server, len(numbers))  # A2.3
         ((agents, up),) = self._training.round([(down, before)], r, attempt, self.settings.rounds - r + 1)  # A2.5-12
-        rows, alice = torch.tensor(numbers, device=device), self.spec.federation.alice
-        place = numbers.index(alice) if alice in numbers else 0
-        at = torch.tensor(place, device=device)
-        up, received, codes = screen(up, at, torch.ones_like(rows, dtype=torch.bool))
-        agents = where_rows(received, agents, before)
-        cohort = Cohort(rows, at, down, before, up, received)
-        server, measured = cohort_sums.aggregate(algorithm, state.server, cohort, r, self._known, self.settings)
+        alice = self.spec.federation.alice
+        cohort = cohort_sums.cohort_of(numbers, alice, device, down, before, agents, up)
+        server, agents, facts, sent = cohort_sums.aggregate_cohort(
+            algorithm, state.server, cohort, r, self._known, self.settings
+        )
         if alice in numbers:
-            own = rows_of(agents, slice(place, place + 1))
+            own = pick_rows(agents, cohort.alice.view(1))
         else:
             own = self.store.read(state.agents, [alice], self._initial)
         net = algorithm.personal(server, own, 1)
+        everyone = len(self._known.samples)
+        facts = {name: fact[cohort.agents] if fact.shape[:1] == (everyone,) else fact for name, fact in facts.items()}
         (scores,) = evaluate_runs(
             self._evaluator, [self.spec], [Net(net.params[0], net.stats[0])], r / self.settings.rounds
         )
-        if hasattr(up, "dy"):
-            measured["norms"] = lengths(up.dy)
-        return Computed(server, agents, {**scores, **measured, "codes": codes})
+        del sent["received"]  # `codes` says it
+        return Computed(server, agents, {**scores, **facts, **sent})
 
     def written(self, stored: StoredAgents, r: int, trained: Computed) -> State:
         """Write the states of the round's cohort and return the state after the round."""

@@ -1,39 +1,68 @@
 """The server's part of a round of a cohort, A2.13-16, from the cohort's rows alone.
 
-All agents are weighed by vectors of N numbers, and only the rows of the cohort are summed, so the time and the memory
-of an aggregation hardly grow with the federation.
+What it does   weighs all agents by vectors of N numbers, and sums the rows of the cohort only, so that time and memory
+               of an aggregation hardly grow with the federation
+When           with partial participation: with states on disk always, with states in memory on a CPU for methods with
+               the hook `AggregatesSums` or `averages_cohorts`, without guard, masks and attacks
+What it gains  4.1 x on cohorts of LeNet-5
 
 Methods with the hook `AggregatesSums` get weights of all agents from `weigh` and weighted sums in `combine`, so the
-server needs no row of an absent agent and no copy of the agents' states. Any other method whose server's state does not
-depend on the number of agents aggregates as if the cohort were the federation.
+server needs no row of an absent agent. With states on disk any other method whose server's state does not depend on
+the number of agents aggregates as if the cohort were the federation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from waffle_fl.algorithms import Algorithm, Net, Round
-from waffle_fl.algorithms.contract import BLOCK, Rows, Seen, Vector, Weights, lengths, row_of
+from waffle_fl.algorithms.contract import Seen, lengths, row_of, sums_of
 from waffle_fl.algorithms.hooks import AggregatesSums
-from waffle_fl.engines.aggregation import Registered, recorded
-from waffle_fl.engines.run_spec import RoundSettings
+from waffle_fl.engines.aggregation import Aggregated, Registered, recorded
+from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State
+from waffle_fl.engines.tree import pick_rows, replace_rows, where_rows
 from waffle_fl.errors import WaffleError
+from waffle_fl.guard import NOT_ASKED, screen
 
 
 class Cohort(NamedTuple):
-    """The agents of one round and the rows that they sent."""
+    """The agents of one round: what they received, their states before and after the training, and what they sent."""
 
     agents: Tensor  # (C,), ascending
     alice: Tensor  # her place among them; 0 if she takes no part
     down: Any
     before: Any
+    after: Any
     up: Any
-    received: Tensor  # (C,) bool
+
+
+class AggregatedCohort(NamedTuple):
+    """A round of a cohort after aggregation."""
+
+    server: Any
+    agents: Any  # of the cohort
+    facts: dict[str, Tensor]  # the method's diagnostics: of all agents, or of a cohort that aggregates as a federation
+    sent: dict[str, Tensor]  # what is recorded about the update of each agent of the cohort
+
+
+def cohort_of(
+    numbers: Sequence[int], alice: int, device: torch.device, down: Any, before: Any, after: Any, up: Any
+) -> Cohort:
+    """Return the cohort of agents with these numbers."""
+    place = numbers.index(alice) if alice in numbers else 0
+    agents, at = torch.tensor(numbers, device=device), torch.tensor(place, device=device)
+    return Cohort(agents, at, down, before, after, up)
+
+
+def applies(spec: RunSpec, settings: RoundSettings, device: torch.device) -> bool:
+    """Whether a run with states in memory aggregates the rows of its cohorts alone; a GPU aggregates runs together."""
+    others = settings.guard != "off" or settings.masks or spec.tamper or spec.transport
+    able = getattr(spec.algorithm, "averages_cohorts", False) or sums_rows(server_of(spec.algorithm))
+    return device.type == "cpu" and able and not others
 
 
 def server_of(algorithm: Algorithm) -> Algorithm:
@@ -61,16 +90,59 @@ def check_method(algorithm: Algorithm, net: Net) -> None:
         raise WaffleError(f"states on disk: expected a method whose server keeps no rows, got {name}, which {reason}")
 
 
-def aggregate(
+def in_memory(
+    algorithm: Algorithm, state: State, cohort: Cohort, r: int, known: Registered, settings: RoundSettings
+) -> Aggregated:
+    """Return a run after a round of a cohort, of a method for which `applies` holds; absent agents keep their states.
+
+    A server that has a copy of the agents' rows gets the new ones.
+    """
+    done = aggregate_cohort(algorithm, state.server, cohort, r, known, settings)
+    agents = replace_rows(state.agents, cohort.agents, done.agents)
+    copies = {name: rows for name, rows in agents._asdict().items() if name in done.server._fields}
+    server = done.server._replace(
+        **{name: rows for name, rows in copies.items() if getattr(done.server, name).shape == rows.shape}
+    )
+    own = algorithm.personal(server, pick_rows(agents, known.alice.view(1)), 1)
+    of_cohort = {
+        name: fact for name, fact in {**done.facts, **done.sent}.items() if fact.shape[:1] == cohort.agents.shape
+    }
+    everyone = {
+        name: torch.full(known.samples.shape, NOT_ASKED if name == "codes" else 0, dtype=fact.dtype).index_copy(
+            0, cohort.agents, fact
+        )
+        for name, fact in of_cohort.items()
+    }
+    measured = {**done.facts, **everyone}
+    return Aggregated(server, agents, Net(own.params[0], own.stats[0]), measured)
+
+
+def aggregate_cohort(
     algorithm: Algorithm, server: Any, cohort: Cohort, r: int, known: Registered, settings: RoundSettings
+) -> AggregatedCohort:
+    """A2.13-16: return the states of server and cohort after the round, and the measurements."""
+    up, received, codes = screen(cohort.up, cohort.alice, torch.ones_like(cohort.agents, dtype=torch.bool))
+    server, facts = _aggregate(algorithm, server, cohort._replace(up=up), received, r, known, settings)
+    norms = {"norms": lengths(up.dy)} if hasattr(up, "dy") else {}
+    agents = where_rows(received, cohort.after, cohort.before)
+    return AggregatedCohort(server, agents, facts, {**norms, "received": received, "codes": codes})
+
+
+def _aggregate(
+    algorithm: Algorithm,
+    server: Any,
+    cohort: Cohort,
+    received: Tensor,
+    r: int,
+    known: Registered,
+    settings: RoundSettings,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """A2.13-16: return the server's state and the measurements of the cohort."""
     method: Any = server_of(algorithm)
     if not sums_rows(method):
-        now = _round(r, settings, cohort.alice, cohort.received, cohort.agents, known, len(cohort.agents))
+        now = _round(r, settings, cohort.alice, received, cohort.agents, known, len(cohort.agents))
         server, info = algorithm.aggregate(server, cohort.up, now)
         return server, recorded(info._asdict(), known.alice)
-    everyone = torch.zeros_like(known.asked).index_copy(0, cohort.agents, cohort.received)
+    everyone = torch.zeros_like(known.asked).index_copy(0, cohort.agents, received)
     now = _round(r, settings, known.alice, everyone, cohort.agents, known, 0)
     steps = known.steps[cohort.agents]
     compared = method.compared_rows(cohort.down, cohort.before, cohort.up, steps)
@@ -81,9 +153,9 @@ def aggregate(
     length = row_of(cohort.up.dy, cohort.alice).double().norm() if reads_length else None
     server, weights, info = method.weigh(server, Seen(distances, length), now)
     summed = method.summed_rows(cohort.down, cohort.before, cohort.up, steps)
-    server = method.combine(server, _sums(weights, summed, cohort), now)
-    facts = recorded(info._asdict(), known.alice)
-    return server, {name: fact[cohort.agents] if fact.ndim else fact for name, fact in facts.items()}
+    own = {name: torch.where(received, weights[name][cohort.agents], 0.0) for name in summed}
+    server = method.combine(server, sums_of(own, summed, cohort.agents), now)
+    return server, recorded(info._asdict(), known.alice)
 
 
 def _round(
@@ -98,25 +170,5 @@ def _round(
     """Return the facts of a round about `size` agents of a cohort alone, or with 0 about all agents."""
     samples, steps = (known.samples[agents], known.steps[agents]) if size else (known.samples, known.steps)
     asked = torch.ones_like(received) if size else torch.zeros_like(received).index_fill(0, agents, True)
-    return Round(r, settings.rounds, alice, received, received, samples, steps, settings.batch_size, None, asked)
-
-
-def _sums(weights: Mapping[str, Weights], rows: Mapping[str, Rows], cohort: Cohort) -> dict[str, Vector]:
-    """Return the weighted sum of each part, with the bits of a sum over all agents.
-
-    That sum goes by blocks of agents. Rows of weight 0 change no bit within a block, so they are left out, but a block
-    of the cohort must not span two of those blocks.
-    """
-    sums = {}
-    for name, part in rows.items():
-        w = torch.where(cohort.received, weights[name][cohort.agents], 0.0)
-        part = torch.where(w[:, None] != 0, part, 0.0)
-        total = torch.zeros(part.shape[1], dtype=torch.float64, device=part.device)
-        sizes = [len(part)]
-        if not part.is_cuda:
-            block = max(1, BLOCK // max(1, part.shape[1]))
-            sizes = [len(list(same)) for _, same in groupby((cohort.agents // block).tolist())]
-        for share, some in zip(torch.split(w, sizes), torch.split(part, sizes), strict=True):
-            total = total + share @ some.double()
-        sums[name] = total
-    return sums
+    facts = samples, steps, settings.batch_size, None, asked
+    return Round(r, settings.rounds, alice, received, received, *facts, agents if size else None)

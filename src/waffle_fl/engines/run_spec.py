@@ -137,7 +137,7 @@ class Measured(TypedDict, total=False):
     backdoor: float  # share of stamped samples that are classified as the backdoor attack intends
     weights: list[float]  # each agent's weight in Alice's model; with states on disk, each participant's
     alpha: list[float]  # WAFFLE: this round's own weights, before smoothing
-    distances: list[float]  # WAFFLE: d_i of Algorithm 1
+    distances: list[float]  # WAFFLE: d_i of Algorithm 1; 0 for agents that take no part
     omega: float  # WAFFLE: degree of personalisation
     psi: float
     norms: list[float]  # norm of each agent's update

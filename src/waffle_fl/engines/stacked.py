@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from waffle_fl.algorithms import Algorithm
-from waffle_fl.engines import aggregation, helper_agents
+from waffle_fl.engines import aggregation, cohort_sums, helper_agents
 from waffle_fl.engines.aggregation import Aggregated, aggregate, aggregate_together, receive, registered
-from waffle_fl.engines.backend import Trained, Work
+from waffle_fl.engines.backend import TrainedAgents, Work
 from waffle_fl.engines.candidate_losses import CandidateLosses
 from waffle_fl.engines.cuda_graphs import Graphs
 from waffle_fl.engines.evaluation import Evaluator, evaluate_runs
@@ -24,7 +24,7 @@ from waffle_fl.engines.participation import asking, cohorts_of, expecting, for_a
 from waffle_fl.engines.private_gradients import batches_of
 from waffle_fl.engines.row_training import RowTraining, Selection
 from waffle_fl.engines.run_spec import RoundSettings, RunSpec, State, all_nets
-from waffle_fl.engines.tree import pick_rows
+from waffle_fl.engines.tree import pick_rows, release_memory
 from waffle_fl.models import FlatModel
 
 
@@ -39,6 +39,7 @@ class StackedBackend:
         self._evaluator = Evaluator(model, cores)
         self._trainings: dict[Any, RowTraining | TwoTrainings] = {}
         self._masked = [masked_rounds_of(spec, settings) for spec in specs]
+        self._sums_cohorts = [cohort_sums.applies(spec, settings, model.device) for spec in specs]
 
     def close(self) -> None:
         """Stop all worker processes and threads; they start again when needed."""
@@ -46,8 +47,9 @@ class StackedBackend:
             training.close()
         self._trainings = {}
         self._evaluator.close()
+        release_memory()
 
-    def train(self, work: Work) -> list[Trained]:
+    def train(self, work: Work) -> list[TrainedAgents]:
         """A2.3-12 for the rows of all agents that take part in the round."""
         cohorts = [self._cohorts[i](work.r) for i in work.runs]
         given = [
@@ -61,20 +63,19 @@ class StackedBackend:
             self._trainings[key] = self._training(work, cohorts)
         left = self.settings.rounds - work.r + 1
         trained = self._trainings[key].round(given, work.r, work.attempt, left)
-        return [
-            for_all_agents(cohort, state.agents, agents, up, self._registered[i])
-            for i, state, cohort, (agents, up) in zip(work.runs, work.states, cohorts, trained, strict=True)
-        ]
+        return [TrainedAgents(*one, *states) for one, states in zip(given, trained, strict=True)]
 
     def _given(self, i: int, state: State, cohort: Sequence[int]) -> tuple[Any, Any]:
         """Return what the agents of a cohort receive, and their states."""
         algorithm, agents = self.specs[i].algorithm, self.specs[i].federation.agents
         server = expecting(algorithm, state.server, cohort, self._registered[i])
-        given = algorithm.broadcast(server, agents), state.agents
         if len(cohort) == agents:
-            return given
+            return algorithm.broadcast(server, agents), state.agents
         rows = torch.tensor(cohort, device=self.model.device)
-        return pick_rows(given[0], rows), pick_rows(given[1], rows)
+        before = pick_rows(state.agents, rows)
+        if self._sums_cohorts[i]:
+            return algorithm.broadcast(server, len(cohort)), before
+        return pick_rows(algorithm.broadcast(server, agents), rows), before
 
     def _training(self, work: Work, cohorts: Sequence[Sequence[int]]) -> RowTraining | TwoTrainings:
         s, specs = self.settings, [self.specs[i] for i in work.runs]
@@ -101,18 +102,25 @@ class StackedBackend:
         firsts = [sum(sizes[:k]) for k in range(len(sizes))]
         return lambda r: [first + agent for first, i in zip(firsts, runs, strict=True) for agent in self._cohorts[i](r)]
 
-    def aggregate(self, work: Work, trained: Sequence[Trained]) -> list[Aggregated]:
+    def aggregate(self, work: Work, trained: Sequence[TrainedAgents]) -> list[Aggregated]:
         """A2.13-16 for every run. On a GPU runs of one kind are aggregated together, without waiting for the device."""
         inputs, refused = {}, {}
-        for i, before, (agents, up) in zip(work.runs, work.states, trained, strict=True):
+        done: dict[int, Aggregated] = {}
+        for i, before, one in zip(work.runs, work.states, trained, strict=True):
             cohort = self._cohorts[i](work.r)
             known = asking(self._registered[i], cohort)
+            if self._sums_cohorts[i] and len(cohort) < len(known.samples):
+                rows = cohort_sums.cohort_of(cohort, self.specs[i].federation.alice, self.model.device, *one)
+                done[i] = cohort_sums.in_memory(
+                    self.specs[i].algorithm, before, rows, work.r, self._registered[i], self.settings
+                )
+                continue
+            agents, up = for_all_agents(cohort, before.agents, one.after, one.up, known)
             arrived = receive(self.specs[i], self.model, up, work.r, known)
             server = expecting(self.specs[i].algorithm, before.server, cohort, known)
             inputs[i] = (server, before.agents, agents, arrived.up, arrived.present, known)
             refused[i] = arrived.refused
-        done: dict[int, Aggregated] = {}
-        for algorithm, group in self._by_kind(work.runs):
+        for algorithm, group in self._by_kind(list(inputs)):
             several = [inputs[i] for i in group]
             masked = [rounds for i in group if (rounds := self._masked[i])]
             if masked:
@@ -122,9 +130,9 @@ class StackedBackend:
             else:
                 found = [aggregate(algorithm, work.r, self.settings, *one) for one in several]
             done |= dict(zip(group, found, strict=True))
-        for i in work.runs:
-            if refused[i]:
-                done[i].measured["refused"] = refused[i]
+        for i, messages in refused.items():
+            if messages:
+                done[i].measured["refused"] = messages
         return [done[i] for i in work.runs]
 
     def _by_kind(self, runs: Sequence[int]) -> list[tuple[Algorithm, list[int]]]:

@@ -31,7 +31,8 @@ def stacks_of(runs: Sequence[R], most: int, workers: int = 1) -> list[list[R]]:
     """Group runs with the same local training that are at the same round into stacks, with the runs they carry.
 
     A stack trains at most `most` runs. For several workers on which stacks train one by one, the largest groups are
-    divided further, until there are PER_WORKER stacks for each worker or stacks of SMALL runs.
+    divided further, until there are PER_WORKER stacks for each worker or stacks of SMALL runs. The stacks that train
+    longest then come first: short ones at the end leave workers idle for less time.
     """
     groups = _groups(runs)
     pieces = [-(-len(group) // most) for group in groups]
@@ -43,11 +44,18 @@ def stacks_of(runs: Sequence[R], most: int, workers: int = 1) -> list[list[R]]:
             break
         pieces[largest] += 1
     stacks = [part for group, count in zip(groups, pieces, strict=True) for part in _divided(group, count, most)]
+    if workers > 1:
+        stacks.sort(key=_rounds_to_train, reverse=True)
     return [list(chain.from_iterable(part)) for part in stacks]
 
 
 PER_WORKER = 2  # stacks for each worker: workers that get short runs take more
 SMALL = 8  # runs in a stack that is not worth dividing
+
+
+def _rounds_to_train(stack: Sequence[list[R]]) -> int:
+    """Return the rounds that the runs of a stack train themselves; those that they carry add almost no work."""
+    return sum(first.config.settings.rounds - first.start for first, *_ in stack)
 
 
 def _divided(group: Sequence[list[R]], count: int, most: int) -> list[Sequence[list[R]]]:

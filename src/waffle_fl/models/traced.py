@@ -32,6 +32,13 @@ VIEWS = (
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim),
     *(aten.select.int, aten.slice.Tensor),
 )
+INTO: dict[Any, tuple[Any, str]] = {  # operations that can write into given memory, and the name of that argument
+    aten.mm.default: (aten.mm.out, "out"),
+    aten.addmm.default: (aten.addmm.out, "out"),
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.sum.dim_IntList: (aten.sum.IntList_out, "out"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+}
 
 
 class TracedGradients:
@@ -71,7 +78,11 @@ def traced(function: Function, tensors: tuple[Tensor, ...]) -> Function | None:
 
 
 def _to_function(trace: torch.fx.GraphModule) -> Function:
-    """Return the trace as a plain function; views of constant memory are created once."""
+    """Return the trace as a plain function; views of constant memory are created once.
+
+    Results of which there are views are written into constant memory, unless they are returned: in a small model a view
+    takes as long as a short operation.
+    """
     graph, kept = trace.graph, SimpleNamespace()
     fixed: dict[torch.fx.Node, Tensor] = {}
     for node in list(graph.nodes):
@@ -81,8 +92,14 @@ def _to_function(trace: torch.fx.GraphModule) -> Function:
         elif node.target in SAME:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target in VIEWS and all(source in fixed for source in node.all_input_nodes):
+    returned = _returned(graph)
+    for node in list(graph.nodes):
+        if node.target in VIEWS and all(source in fixed for source in node.all_input_nodes):
             fixed[node] = node.target(*torch.fx.node.map_arg(node.args, fixed.__getitem__), **node.kwargs)
+        elif node.target in INTO and node not in returned and any(user.target in VIEWS for user in node.users):
+            written = _into_buffer(graph, node)
+            like = node.meta["val"]
+            fixed[written] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
     for node, value in fixed.items():
         setattr(kept, node.name, value)
         node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
@@ -93,6 +110,34 @@ def _to_function(trace: torch.fx.GraphModule) -> Function:
     scope = dict(code.globals)
     exec(OPERATION.sub(partial(_bound, scope), code.src), scope)
     return partial(scope["forward"], kept)
+
+
+def _returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes whose memory may be that of a result: views and operations in place return their arguments'."""
+    waiting, found = [node for node in graph.nodes if node.op == "output"], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            aliases = node.op == "output" or node.target in VIEWS or not _is_fresh(node)
+            waiting += node.all_input_nodes if aliases else ()
+    return found
+
+
+def _is_fresh(node: torch.fx.Node) -> bool:
+    """Whether a node is an operation that returns new memory."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not any(result.alias_info for result in schema.returns)
+
+
+def _into_buffer(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    """Let an operation write into memory that is created once, and return the node of this memory."""
+    with graph.inserting_before(node):
+        buffer = graph.create_node("get_attr", f"{node.name}_buffer")
+    node.replace_all_uses_with(buffer)
+    node.target, name = INTO[node.target]
+    node.kwargs = {**node.kwargs, name: buffer}
+    return buffer
 
 
 def _bound(scope: dict[str, Any], call: re.Match[str]) -> str:

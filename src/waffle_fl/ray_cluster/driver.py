@@ -31,7 +31,7 @@ from waffle_fl.ray_cluster.folder_copies import read_folder, write_changes
 from waffle_fl.ray_cluster.worker import Ended, StackTask
 from waffle_fl.records import locked, read_json, read_rounds
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.25
 LOSSES = 3  # workers that a task may lose in a row without a round in between
 STOP_SECONDS = 30.0  # how long the driver waits for checkpoints after an error of its own
 _calls = itertools.count(int.from_bytes(secrets.token_bytes(6), "big") << 16)
@@ -148,7 +148,7 @@ class _Driver:
         needs, workers = self._needs(len(waiting))
         position = {id(self._prepared[i].spec): i for i in waiting}
         stacks = stacks_of([self._prepared[i] for i in waiting], self._runtime.stack, workers)
-        for runs in sorted(stacks, key=lambda runs: -sum(run.config.settings.rounds - run.start for run in runs)):
+        for runs in stacks:
             self._submit([position[id(run.spec)] for run in runs], needs)
         try:
             while self._active:

@@ -11,8 +11,10 @@ import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +27,7 @@ from waffle_fl.ray_cluster.folder_copies import Stamps, fill_folder, has_news, r
 from waffle_fl.records import locked
 from waffle_fl.versions import RESULTS_VERSION
 
-REPORT_SECONDS = 0.25  # between messages of a task: each costs a millisecond
+REPORT_SECONDS = 0.5  # between messages of a task: each costs a millisecond
 LOCK_SECONDS = 120.0  # how long the lock of a lost worker may outlive it, as on a network file system
 
 
@@ -56,7 +58,11 @@ def train_runs(task: StackTask, queue: Any) -> Ended:
     if task.results_version != RESULTS_VERSION:
         versions = f"{RESULTS_VERSION} on a worker and {task.results_version} at the driver"
         return Ended("failed", f"expected one results version of waffle-fl on all nodes, got {versions}")
-    reporter = Reporter(queue, task.call)
+    with closing(Reporter(queue, task.call)) as reporter:
+        return _train(task, reporter)
+
+
+def _train(task: StackTask, reporter: Reporter) -> Ended:
     reporter.report("started", task.number, now=True)
     if reporter.stopped():
         return Ended("stopped")
@@ -83,12 +89,17 @@ def train_runs(task: StackTask, queue: Any) -> Ended:
 
 
 class Reporter(Listener):
-    """Reports the events of a task, and learns from each reply whether the task is to stop."""
+    """Reports the events of a task, and learns from each reply whether the task is to stop.
+
+    A thread of its own sends them. Ray lends the cores of a task whose main thread waits for a reply to another task,
+    and does not take them back: all tasks of a node would train at once.
+    """
 
     def __init__(self, queue: Any, call: int) -> None:
         self._queue, self._call = queue, call
         self._events: list[Event] = []
-        self._replies: list[Any] = []
+        self._sender = ThreadPoolExecutor(1)
+        self._replies: deque[Future[bool]] = deque()
         self._stopped = False
         self._reported = 0.0
         self._numbers: dict[int, int] = {}  # id of a config -> number of the run
@@ -138,12 +149,20 @@ class Reporter(Listener):
             self._events.append(("files", number, *read_folder(*self._copied[number])))
             self._send(wait=True)  # one folder at a time: both sides hold a copy of it
 
+    def close(self) -> None:
+        """End the thread after what it still has to send."""
+        self._sender.shutdown()
+
     def _send(self, wait: bool = False) -> None:
-        ray = importlib.import_module("ray")
-        self._replies.append(self._queue.put.remote(self._call, self._events))
+        self._replies.append(self._sender.submit(self._put, self._events))
         self._events, self._reported = [], time.monotonic()
-        arrived, self._replies = ray.wait(self._replies, num_returns=len(self._replies), timeout=None if wait else 0)
-        self._stopped = self._stopped or any(ray.get(arrived))
+        while self._replies and (wait or self._replies[0].done()):
+            self._stopped = self._replies.popleft().result() or self._stopped
+
+    def _put(self, events: list[Event]) -> bool:
+        """Send events and return whether the task is to stop."""
+        ray = importlib.import_module("ray")
+        return bool(ray.get(self._queue.put.remote(self._call, events)))
 
 
 def _runtime_here(runtime: Runtime) -> Runtime:
