@@ -41,9 +41,9 @@ from waffle_fl.algorithms import ALGORITHMS
 from waffle_fl.claims.file_claims import check_claims, read_claims
 from waffle_fl.claims.record_files import Part, read_lines, read_part
 from waffle_fl.report.charts import to_svg
-from waffle_fl.results import WEIGHING
 
 Sections = Callable[[Part, Sequence[Verdict]], Iterator[str]]
+WEIGHED = ("weight-erosion", "waffle-paper")  # methods in the figure of weights
 RECORD_SECTIONS: tuple[tuple[str, str, Sections], ...] = (  # page in docs/, record, and the text between its markers
     ("robustness", robustness_tables.NAME, robustness_tables.summary),
     ("robustness-tables", robustness_tables.NAME, robustness_tables.tables),
@@ -185,15 +185,13 @@ def pictures(records: Records) -> list[tuple[str, str, Callable[[], Any]]]:
     name = "mnist" if records.runs("mnist") else "mnist-6000"
     main, cifar, sizes = records.runs(name), our_runs(records.parts["cifar10"]), records.parts["mnist-sizes"].runs
     scheduled = [run for run in main if run.config.method == "waffle-paper"]
-    weighed = [
-        run for run in main if run.config.method in WEIGHING and run.row == "C" and run.config.settings.seed == 1
-    ]
+    weighed = [run for run in main if run.config.method in WEIGHED and run.row == "C" and run.config.settings.seed == 1]
     drawn: dict[str, tuple[bool, Callable[[], Any]]] = {
         "drift": (True, lambda: figures.drift(records.drift)),
         "quadratics": (True, lambda: figures.quadratics(records.quadratics)),
         "labels": (bool(main), lambda: figures.labels(main)),
         "omega": (bool(scheduled), lambda: figures.omega(scheduled)),
-        "weights": (len(weighed) == len(WEIGHING), lambda: figures.weights(weighed)),
+        "weights": (len(weighed) == len(WEIGHED), lambda: figures.weights(weighed)),
         "accuracy-mnist": (bool(main), lambda: figures.accuracy(main)),
         "accuracy-cifar10": (bool(cifar), lambda: figures.accuracy(cifar)),
         "sizes": (all(sizes.values()), lambda: figures.sizes(sizes)),

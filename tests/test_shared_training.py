@@ -10,7 +10,7 @@ import torch
 from conftest import BATCH, make_federation, shared_model
 from waffle_fl import SGD, Federation, RunSpec, simulate
 from waffle_fl.algorithms import ALGORITHMS
-from waffle_fl.engines.backend import Trained, Work
+from waffle_fl.engines.backend import TrainedAgents, Work
 from waffle_fl.engines.run_spec import Outcome
 from waffle_fl.engines.shared_training import groups_of
 from waffle_fl.engines.stacked import StackedBackend
@@ -65,7 +65,7 @@ def test_a_group_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     train = StackedBackend.train
 
-    def counted(backend: StackedBackend, work: Work) -> list[Trained]:
+    def counted(backend: StackedBackend, work: Work) -> list[TrainedAgents]:
         trained.append(len(work.runs))
         return train(backend, work)
 

@@ -151,7 +151,7 @@ def test_a_run_with_leave_out_finishes(capsys: pytest.CaptureFixture[str]) -> No
     """`--leave-out` on a data folder trains the remaining agents and writes the page, also when resumed."""
     arguments = ("--data", "clinics", "--target", "ill", "--rounds", "2", "--leave-out", "south", "--quiet")
     code, out, err = waffle(capsys, "run", "waffle-paper", *arguments)
-    run = Path("runs/clinics-waffle-1-without-south")
+    run = Path("runs/clinics-waffle-paper-1-without-south")
     assert (code, err) == (0, "")
     assert str(run) in out
     assert json.loads((run / "result.json").read_text())["status"] == "finished"

@@ -307,7 +307,7 @@ class FlatModel:
     def features(self, params: Tensor, stats: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of one model and the inputs of its last linear layer (the samples, if it has none)."""
         self._observe(x)
-        return output_and_features(self.module(), partial(self.predict, params, stats), x)
+        return output_and_features(self.passes.evaluated_module(x), partial(self.predict, params, stats), x)
 
     @torch.no_grad()
     def predict_rows(self, params: Tensor, x: Tensor) -> Tensor:

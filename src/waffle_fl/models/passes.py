@@ -156,17 +156,22 @@ class Passes:
         x = self._in_fast_layout(x)
         with self._seeded_for(None):
             if not x.is_cuda:
-                return self._filled(params, stats)(x)  # type: ignore[no-any-return]
+                own = self._row_module()
+                own.fill(params, stats)
+                return own.module(x)  # type: ignore[no-any-return]
             tensors = {**self.params.unflatten(params), **self.stats.unflatten(stats)}
             return torch.func.functional_call(self.module(training=False), tensors, (x,))  # type: ignore[no-any-return]
 
-    def _filled(self, params: Tensor, stats: Tensor) -> nn.Module:
-        """Return this thread's module for evaluation with these values: faster than a functional call if small."""
+    def evaluated_module(self, x: Tensor) -> nn.Module:
+        """Return the module that `output` runs in this thread."""
+        return self.module(training=False) if x.is_cuda else self._row_module().module
+
+    def _row_module(self) -> RowModule:
+        """Return this thread's module for evaluation on a CPU: faster than a functional call if it is small."""
         if not hasattr(self._own, "filled"):
             self._own.filled = RowModule(self.template, self.params, self.stats)
             self._own.filled.module.eval()
-        self._own.filled.fill(params, stats)
-        return self._own.filled.module  # type: ignore[no-any-return]
+        return self._own.filled  # type: ignore[no-any-return]
 
     def _in_fast_layout(self, x: Tensor) -> Tensor:
         """Return images in the layout that a CPU convolves and pools faster, if the module takes it."""
