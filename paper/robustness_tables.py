@@ -17,7 +17,6 @@ from waffle_fl.results import WEIGHING, FinishedRun, methods_of, rows_of
 
 NAME = "robustness"
 COSTLY = 1.5  # points of accuracy
-KIN = "waffle"
 MOMENTS = {0.94: "in round 0.94 R, the last before WAFFLE's Alice trains alone", 1.0: "in the last round"}
 
 Row = tuple[str, int]  # (attack, number of attackers)
@@ -140,7 +139,7 @@ def _mean_of(runs: Sequence[FinishedRun], key: str, last: bool = False) -> float
 
 
 def _weights(cells: Cells, splits: Sequence[str]) -> str:
-    columns = [(split, method) for split in splits for method in (*WEIGHING, KIN)]
+    columns = [(split, method) for split in splits for method in WEIGHING]
     rows = [
         [
             row[0],
