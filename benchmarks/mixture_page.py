@@ -1,8 +1,7 @@
-"""Compare the mixture of predictions with all tuned methods: python -m benchmarks.mixture_page
+"""Compare WAFFLE's mixture of predictions with all tuned methods: python -m benchmarks.mixture_page
 
-Reads the records of experiments/tournament.toml and experiments/tournament-mixture.toml and writes the tables of
-docs/one-waffle.md: the goals that were set before, the standings, and each column. Columns that the mixture lacks are
-left out for all methods.
+Reads the records of experiments/tournament.toml and writes the tables of docs/one-waffle.md: the goals that were set
+before, the standings, and each column.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ def title_of(entry: str) -> str:
 
 def complete(protocol: Protocol) -> Scores:
     """Return the scores of the columns that the mixture has, with all methods."""
-    tournaments = [load_tournament(EXPERIMENTS / f"{name}.toml") for name in ("tournament", "tournament-mixture")]
-    records = [read_records(tournament, RESULTS) for tournament in tournaments]
-    found = scores_of({name: [*records[0][name], *records[1][name]] for name in records[0]}, protocol).columns
+    found = scores_of(read_records(load_tournament(EXPERIMENTS / "tournament.toml"), RESULTS), protocol).columns
     return Scores({column: some for column, some in found.items() if _is_complete(some)})
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from paper.markdown import prose, table
 from paper.tournament_figures import CURVES, curves, gaps, ranks
 from waffle_fl.claims.verdict import Verdict
+from waffle_fl.config.settings import options_of
 from waffle_fl.report.charts import to_svg
 from waffle_fl.tournament.checking import complete_scores, problems, read_claims, read_records, verdicts
 from waffle_fl.tournament.cost import cost_of
@@ -40,7 +41,7 @@ TITLES = {
     "digit-domains-described": "Digit domains",
     "office-described": "Office",
 }
-SHORT = ("weight-erosion", "waffle-model", "waffle-paper", "knn-per", "ditto", "fedper", "local", "fedavg")
+SHORT = ("waffle", "weight-erosion", "waffle-model", "waffle-paper", "knn-per", "ditto", "fedper", "local", "fedavg")
 KINDS = {  # kind of shift -> names of its shifts
     "labels and quantities": ("dirichlet", "quantity", "prior"),
     "features": ("rotate", "blur", "noise", "contrast", "colour", "scale"),
@@ -204,7 +205,9 @@ def all_methods(found: Standings) -> str:
     ]
     rows = []
     for s in order:
-        loss, cost = mean_loss(lines, s.method), cost_of(tournament.entry(s.method).method)
+        base, fixed = tournament.entry(s.method)
+        options = {name: value for name, value in fixed.items() if name in options_of(base)}
+        loss, cost = mean_loss(lines, s.method), cost_of(base, options)
         rows.append(
             [
                 tournament.title(s.method),
