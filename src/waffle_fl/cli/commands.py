@@ -313,7 +313,7 @@ def demo(arguments: Sequence[str]) -> int:
     args = parse(Demo, arguments, "demo")
     with resources.as_file(resources.files("waffle_fl.cli").joinpath("demo.toml")) as file:
         experiment = load_experiment(file)
-    return _grid(experiment, args.out, args.runtime, args.output, "WAFFLE and six other methods on digits")
+    return _grid(experiment, args.out, args.runtime, args.output, "WAFFLE and seven other methods on digits")
 
 
 def report(arguments: Sequence[str]) -> int:
