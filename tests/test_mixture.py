@@ -328,6 +328,22 @@ def test_the_page_compares_what_the_records_have(monkeypatch: pytest.MonkeyPatch
     assert f"<!-- tournament: mixture -->\n{page()}\n<!-- end of tournament: mixture -->" in (root / PAGE).read_text()
 
 
+def test_the_prose_on_the_mixture_has_the_numbers_of_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps and the missed goals in the text of docs/one-waffle.md and of the method's page are those of the record."""
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in page().splitlines() if "|" in line]
+    gap = {row[0]: row[1] for row in rows}
+    study, method = (
+        " ".join((root / "docs" / name).read_text().split()) for name in (PAGE.name, "algorithms/waffle.md")
+    )
+    assert f"smallest mean gap of all methods**, {gap['mixture']} points" in study
+    assert f"Weight Erosion with {gap['WE']}." in study
+    assert f"swapped labels, with {gap['largest gap of one column']}." in study
+    assert f"has a mean gap of {gap['mixture']} points" in method
+    assert f"with one model it has {gap['waffle-model']}." in method
+
+
 def test_the_study_reads_no_test_row() -> None:
     """Pseudo-test rows are training rows of their agent, which then trains without them."""
     federation = make_federation((40, 30, 20))
